@@ -1,0 +1,473 @@
+//! Configuration: every choice of a route, its default, and the rules between them.
+
+use std::time::Duration;
+
+use http::{HeaderName, Method};
+
+use crate::error::ConfigError;
+use crate::fingerprint::{Fingerprints, Recipe};
+use crate::key::KeySyntax;
+use crate::record::{OnExpired, Terms};
+use crate::response::HeaderRules;
+use crate::scope::Scope;
+
+/// The header that carries the key, in the IETF draft and at Stripe.
+pub const IDEMPOTENCY_KEY: HeaderName = HeaderName::from_static("idempotency-key");
+/// The header that marks a replay, as at Stripe: `true`, and absent from first answers.
+pub const IDEMPOTENT_REPLAYED: HeaderName = HeaderName::from_static("idempotent-replayed");
+/// The header that says when an answer is less safe than others: `not-stored` or `unprotected`.
+pub const IDEMPOTENCY_STATUS: HeaderName = HeaderName::from_static("idempotency-status");
+/// The header that payment SDKs obey before they look at a status.
+pub const STRIPE_SHOULD_RETRY: HeaderName = HeaderName::from_static("stripe-should-retry");
+
+/// What happens to a request without a key.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+#[non_exhaustive]
+pub enum MissingKey {
+    /// It is refused with 400 `idempotency_key_missing`.
+    #[default]
+    Reject,
+    /// It runs, unprotected and untouched, as if the layer were not there.
+    PassThrough,
+}
+
+/// What happens when the store cannot be asked.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+#[non_exhaustive]
+pub enum StoreDown {
+    /// The request is refused with 503 and the handler does not run (fail closed).
+    #[default]
+    Reject,
+    /// The handler runs without protection and the answer carries `Idempotency-Status: unprotected`
+    /// (fail open). **A retry may then run it again.**
+    RunUnprotected,
+}
+
+/// What happens to a key whose handler died, or was paused past its lease.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+#[non_exhaustive]
+pub enum Recovery {
+    /// Nothing runs: retries are told that the outcome is unknown (409) until it is settled.
+    #[default]
+    AtMostOnce,
+    /// The handler runs again. Only for handlers whose every effect deduplicates on
+    /// [`Execution::downstream_key`](crate::Execution::downstream_key).
+    AtLeastOnce,
+}
+
+impl Recovery {
+    pub(crate) fn on_expired(self) -> OnExpired {
+        match self {
+            Self::AtMostOnce => OnExpired::Refuse,
+            Self::AtLeastOnce => OnExpired::Reexecute,
+        }
+    }
+}
+
+/// The rules of a route, checked and unchangeable. Made by [`Config::builder`].
+#[derive(Clone, Debug)]
+pub struct Config {
+    pub(crate) scope: Scope,
+    pub(crate) methods: Vec<Method>,
+    pub(crate) key_headers: Vec<HeaderName>,
+    pub(crate) key_syntax: KeySyntax,
+    pub(crate) missing_key: MissingKey,
+    pub(crate) recipes: Vec<Recipe>,
+    pub(crate) header_rules: HeaderRules,
+    pub(crate) request_limit: usize,
+    pub(crate) request_timeout: Duration,
+    pub(crate) response_limit: usize,
+    pub(crate) problem_base: String,
+    pub(crate) policy: Policy,
+}
+
+/// The part of a configuration that the engine needs.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Policy {
+    pub(crate) terms: Terms,
+    pub(crate) recovery: Recovery,
+    pub(crate) store_down: StoreDown,
+    pub(crate) wait: Duration,
+    pub(crate) store_call: Duration,
+    pub(crate) claim_within: Duration,
+    pub(crate) complete_within: Duration,
+}
+
+/// Builds a [`Config`]. Every setting but the scope has a default.
+///
+/// # Example
+/// ```
+/// use std::time::Duration;
+/// use tower_idempotency::{Config, Scope};
+///
+/// let config = Config::builder()
+///     .scope(Scope::global())
+///     .lease(Duration::from_secs(10))
+///     .retention(Duration::from_secs(7 * 24 * 3600))
+///     .build()?;
+/// # let _ = config;
+/// # Ok::<(), tower_idempotency::ConfigError>(())
+/// ```
+#[derive(Clone, Debug)]
+#[must_use]
+pub struct ConfigBuilder {
+    scope: Option<Scope>,
+    unknown_retention: Option<Duration>,
+    also_accepted: Vec<Recipe>,
+    config: Config,
+}
+
+/// Long enough that two lost renewals do not end it, short enough that a crash is known soon.
+const LEASE: Duration = Duration::from_secs(30);
+/// Below this, scheduling delays alone would end leases of living handlers.
+const LEASE_MIN: Duration = Duration::from_millis(50);
+/// A crash is only known when the lease is over, and no client waits for longer than this.
+const LEASE_MAX: Duration = Duration::from_secs(3600);
+/// Stripe prunes keys after a day; official SDKs stop retrying after seconds.
+const RETENTION: Duration = Duration::from_secs(24 * 3600);
+/// A record says 400 days at most: nothing that is retried is older.
+const RETENTION_MAX: Duration = Duration::from_secs(400 * 24 * 3600);
+/// An unknown outcome waits for a person, and a person may be away for a week.
+const UNKNOWN_RETENTION: Duration = Duration::from_secs(7 * 24 * 3600);
+/// Official SDKs give up about 1.5 s after their first 409, so a twin is worth waiting for.
+const WAIT: Duration = Duration::from_secs(2);
+/// Longer than proxies in front of a service usually wait.
+const WAIT_MAX: Duration = Duration::from_secs(60);
+/// As axum's own default for bodies, halved: payments are small, and bodies are held in memory.
+const BODY_LIMIT: usize = 1 << 20;
+/// How long a body may take to arrive.
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(30);
+/// One call to the store. A healthy one takes a millisecond.
+const STORE_CALL: Duration = Duration::from_millis(800);
+/// All sendings of one claim: three calls, within the patience of any client.
+const CLAIM_WITHIN: Duration = Duration::from_millis(2500);
+/// All sendings of one completion before the client is answered without it.
+const COMPLETE_WITHIN: Duration = Duration::from_secs(4);
+const STORE_BUDGET_MIN: Duration = Duration::from_millis(10);
+const STORE_BUDGET_MAX: Duration = Duration::from_secs(60);
+/// Where the problem documents are explained.
+const PROBLEM_BASE: &str =
+    "https://docs.rs/tower-idempotency/latest/tower_idempotency/guide/problems/index.html#";
+
+impl Config {
+    /// Starts with the defaults.
+    ///
+    /// # Defaults
+    /// POST and PATCH covered · key required, in `Idempotency-Key`, bare or quoted · lease 30 s ·
+    /// retention 24 h · unknown outcomes 7 days · wait 2 s · at most once · fail closed · bodies up
+    /// to 1 MiB each way.
+    pub fn builder() -> ConfigBuilder {
+        ConfigBuilder {
+            scope: None,
+            unknown_retention: None,
+            also_accepted: Vec::new(),
+            config: Self {
+                scope: Scope::global(),
+                methods: vec![Method::POST, Method::PATCH],
+                key_headers: vec![IDEMPOTENCY_KEY],
+                key_syntax: KeySyntax::default(),
+                missing_key: MissingKey::default(),
+                recipes: vec![Recipe::new()],
+                header_rules: HeaderRules::default(),
+                request_limit: BODY_LIMIT,
+                request_timeout: REQUEST_TIMEOUT,
+                response_limit: BODY_LIMIT,
+                problem_base: PROBLEM_BASE.to_owned(),
+                policy: Policy {
+                    terms: Terms {
+                        lease: LEASE,
+                        retention: RETENTION,
+                        unknown_retention: UNKNOWN_RETENTION,
+                    },
+                    recovery: Recovery::default(),
+                    store_down: StoreDown::default(),
+                    wait: WAIT,
+                    store_call: STORE_CALL,
+                    claim_within: CLAIM_WITHIN,
+                    complete_within: COMPLETE_WITHIN,
+                },
+            },
+        }
+    }
+}
+
+impl ConfigBuilder {
+    /// Whose keys these are. Required.
+    pub fn scope(mut self, scope: Scope) -> Self {
+        self.scope = Some(scope);
+        self
+    }
+
+    /// Covers exactly these methods instead of POST and PATCH. Others pass through untouched.
+    pub fn methods(mut self, methods: impl IntoIterator<Item = Method>) -> Self {
+        self.config.methods = methods.into_iter().collect();
+        self
+    }
+
+    /// Looks for the key in exactly these headers instead of `Idempotency-Key`. A request may
+    /// carry several of them only if they name the same key.
+    pub fn key_headers(mut self, names: impl IntoIterator<Item = HeaderName>) -> Self {
+        self.config.key_headers = names.into_iter().collect();
+        self
+    }
+
+    /// Which notations of a key are accepted.
+    pub fn key_syntax(mut self, syntax: KeySyntax) -> Self {
+        self.config.key_syntax = syntax;
+        self
+    }
+
+    /// What happens to a request without a key. A malformed one is refused in any case.
+    pub fn missing_key(mut self, missing_key: MissingKey) -> Self {
+        self.config.missing_key = missing_key;
+        self
+    }
+
+    /// How fingerprints are made.
+    pub fn fingerprint(mut self, recipe: Recipe) -> Self {
+        self.config.recipes = vec![recipe];
+        self
+    }
+
+    /// Also accepts records whose fingerprint was made by this older recipe: for the retention
+    /// after a deploy that changes it. Up to three.
+    pub fn also_accept(mut self, older: Recipe) -> Self {
+        self.also_accepted.push(older);
+        self
+    }
+
+    /// Which response headers are kept.
+    pub fn response_headers(mut self, rules: HeaderRules) -> Self {
+        self.config.header_rules = rules;
+        self
+    }
+
+    /// How long a claim holds without being renewed; it is renewed after each third. 50 ms to 1 h.
+    pub fn lease(mut self, lease: Duration) -> Self {
+        self.config.policy.terms.lease = lease;
+        self
+    }
+
+    /// How long an answer is kept, from completion. After that the key is new again.
+    pub fn retention(mut self, retention: Duration) -> Self {
+        self.config.policy.terms.retention = retention;
+        self
+    }
+
+    /// How long an unknown outcome is kept, from the end of its lease. Not below the retention,
+    /// which it follows where this is not set.
+    pub fn unknown_retention(mut self, unknown_retention: Duration) -> Self {
+        self.unknown_retention = Some(unknown_retention);
+        self
+    }
+
+    /// How long a request waits for its running twin before it is answered 409. Zero: at once.
+    pub fn wait(mut self, wait: Duration) -> Self {
+        self.config.policy.wait = wait;
+        self
+    }
+
+    /// What happens to a key whose handler died.
+    pub fn recovery(mut self, recovery: Recovery) -> Self {
+        self.config.policy.recovery = recovery;
+        self
+    }
+
+    /// What happens when the store cannot be asked.
+    pub fn store_down(mut self, store_down: StoreDown) -> Self {
+        self.config.policy.store_down = store_down;
+        self
+    }
+
+    /// The longest request body, in bytes; a longer one is refused with 413.
+    pub fn request_limit(mut self, bytes: usize) -> Self {
+        self.config.request_limit = bytes;
+        self
+    }
+
+    /// How long a request body may take to arrive; after that the request is refused with 408.
+    pub fn request_timeout(mut self, timeout: Duration) -> Self {
+        self.config.request_timeout = timeout;
+        self
+    }
+
+    /// The longest answer that is kept, in bytes of its body. A longer one is delivered once and
+    /// recorded as "body not kept".
+    pub fn response_limit(mut self, bytes: usize) -> Self {
+        self.config.response_limit = bytes;
+        self
+    }
+
+    /// How long one call to the store may take.
+    pub fn store_call_timeout(mut self, timeout: Duration) -> Self {
+        self.config.policy.store_call = timeout;
+        self
+    }
+
+    /// How long claiming may take in all, before the request is answered 503.
+    pub fn claim_within(mut self, bound: Duration) -> Self {
+        self.config.policy.claim_within = bound;
+        self
+    }
+
+    /// How long storing the answer may take in all, before the client is answered without it.
+    pub fn complete_within(mut self, bound: Duration) -> Self {
+        self.config.policy.complete_within = bound;
+        self
+    }
+
+    /// What problem types start with; the code follows. For APIs that document them themselves.
+    pub fn problem_base(mut self, base: impl Into<String>) -> Self {
+        self.config.problem_base = base.into();
+        self
+    }
+
+    /// Checks everything and makes the configuration.
+    ///
+    /// # Errors
+    /// [`ConfigError`] names the values that are out of bounds or do not fit together.
+    pub fn build(self) -> Result<Config, ConfigError> {
+        let Self { scope, unknown_retention, also_accepted, mut config } = self;
+        config.scope = scope.ok_or(ConfigError::ScopeMissing)?;
+        config.recipes.extend(also_accepted);
+        let policy = &mut config.policy;
+        policy.terms.unknown_retention =
+            unknown_retention.unwrap_or_else(|| UNKNOWN_RETENTION.max(policy.terms.retention));
+        let Policy { terms, wait, store_call, claim_within, complete_within, .. } = *policy;
+
+        bounded("lease", terms.lease, LEASE_MIN, LEASE_MAX)?;
+        bounded("retention", terms.retention, LEASE_MIN, RETENTION_MAX)?;
+        bounded("unknown_retention", terms.unknown_retention, LEASE_MIN, RETENTION_MAX)?;
+        bounded("wait", wait, Duration::ZERO, WAIT_MAX)?;
+        bounded("store_call_timeout", store_call, STORE_BUDGET_MIN, STORE_BUDGET_MAX)?;
+        bounded("claim_within", claim_within, STORE_BUDGET_MIN, STORE_BUDGET_MAX)?;
+        bounded("complete_within", complete_within, STORE_BUDGET_MIN, STORE_BUDGET_MAX)?;
+        bounded("request_timeout", config.request_timeout, LEASE_MIN, LEASE_MAX)?;
+        not_shorter(("retention", terms.retention), ("lease", terms.lease))?;
+        not_shorter(
+            ("unknown_retention", terms.unknown_retention),
+            ("retention", terms.retention),
+        )?;
+        not_shorter(("claim_within", claim_within), ("store_call_timeout", store_call))?;
+        not_shorter(("complete_within", complete_within), ("store_call_timeout", store_call))?;
+
+        if config.request_limit == 0 {
+            return Err(ConfigError::Zero("request_limit"));
+        }
+        if config.methods.is_empty() {
+            return Err(ConfigError::NoMethods);
+        }
+        if let Some(safe) = config.methods.iter().find(|method| method.is_safe()) {
+            return Err(ConfigError::SafeMethod(safe.clone()));
+        }
+        if config.key_headers.is_empty() {
+            return Err(ConfigError::NoKeyHeaders);
+        }
+        let given = config.recipes.len();
+        if given > Fingerprints::MAX {
+            return Err(ConfigError::TooManyRecipes { given, max: Fingerprints::MAX });
+        }
+        if !is_absolute(&config.problem_base) {
+            return Err(ConfigError::ProblemBase(config.problem_base));
+        }
+        Ok(config)
+    }
+}
+
+/// True if there is a scheme (RFC 3986, 3.1) in front.
+fn is_absolute(uri: &str) -> bool {
+    uri.split_once(':').is_some_and(|(scheme, rest)| {
+        !rest.is_empty()
+            && scheme.starts_with(|c: char| c.is_ascii_alphabetic())
+            && scheme.chars().all(|c| c.is_ascii_alphanumeric() || matches!(c, '+' | '-' | '.'))
+    })
+}
+
+fn bounded(
+    name: &'static str,
+    value: Duration,
+    min: Duration,
+    max: Duration,
+) -> Result<(), ConfigError> {
+    if value < min || value > max {
+        return Err(ConfigError::OutOfBounds { name, value, min, max });
+    }
+    Ok(())
+}
+
+fn not_shorter(
+    (shorter, shorter_value): (&'static str, Duration),
+    (longer, longer_value): (&'static str, Duration),
+) -> Result<(), ConfigError> {
+    if shorter_value < longer_value {
+        return Err(ConfigError::ShorterThan { shorter, shorter_value, longer, longer_value });
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn builder() -> ConfigBuilder {
+        Config::builder().scope(Scope::global())
+    }
+
+    #[test]
+    fn the_defaults_are_valid_and_the_scope_must_be_chosen() {
+        assert!(builder().build().is_ok());
+        assert_eq!(Config::builder().build().unwrap_err(), ConfigError::ScopeMissing);
+    }
+
+    #[test]
+    fn a_retention_shorter_than_the_lease_is_refused_and_both_are_named() {
+        let error = builder().retention(Duration::from_secs(5)).build().unwrap_err();
+        assert_eq!(error.to_string(), "retention (5s) must not be shorter than lease (30s)");
+    }
+
+    #[test]
+    fn unknown_outcomes_are_kept_at_least_as_long_as_answers() {
+        let month = Duration::from_secs(30 * 24 * 3600);
+        let config = builder().retention(month).build().unwrap();
+        assert_eq!(config.policy.terms.unknown_retention, month);
+        let hour = Duration::from_secs(3600);
+        assert!(builder().unknown_retention(hour).build().is_err());
+    }
+
+    #[test]
+    fn values_out_of_bounds_are_named() {
+        for (builder, name) in [
+            (builder().lease(Duration::ZERO), "lease"),
+            (builder().lease(Duration::from_secs(3601)), "lease"),
+            (builder().wait(Duration::from_secs(61)), "wait"),
+            (builder().store_call_timeout(Duration::ZERO), "store_call_timeout"),
+        ] {
+            let error = builder.build().unwrap_err();
+            assert!(
+                matches!(error, ConfigError::OutOfBounds { name: n, .. } if n == name),
+                "{error}"
+            );
+        }
+    }
+
+    #[test]
+    fn safe_methods_cannot_be_covered() {
+        let error = builder().methods([Method::POST, Method::GET]).build().unwrap_err();
+        assert_eq!(error, ConfigError::SafeMethod(Method::GET));
+        assert_eq!(builder().methods([]).build().unwrap_err(), ConfigError::NoMethods);
+    }
+
+    #[test]
+    fn at_most_four_recipes_are_accepted() {
+        let four = (0..3).fold(builder(), |b, _| b.also_accept(Recipe::new()));
+        assert!(four.clone().build().is_ok());
+        let error = four.also_accept(Recipe::new()).build().unwrap_err();
+        assert_eq!(error, ConfigError::TooManyRecipes { given: 5, max: 4 });
+    }
+
+    #[test]
+    fn problem_types_must_be_absolute() {
+        assert!(builder().problem_base("/problems/").build().is_err());
+        assert!(builder().problem_base("https://api.example/problems/").build().is_ok());
+    }
+}

@@ -1,0 +1,245 @@
+//! Three errors for three readers: the operator who configures, the code that calls a store, the
+//! HTTP client that is refused.
+
+use std::error::Error as StdError;
+use std::fmt;
+use std::time::Duration;
+
+use http::{HeaderValue, StatusCode};
+
+use crate::key::KeyError;
+
+/// A configuration that could not keep its promises. Names the offending values.
+#[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum ConfigError {
+    /// No scope was chosen.
+    #[error(
+        "no scope: choose Scope::principal(..), or say Scope::global() if there is one caller only"
+    )]
+    ScopeMissing,
+    /// A duration is outside of its bounds.
+    #[error("{name} is {value:?}; it must be between {min:?} and {max:?}")]
+    OutOfBounds {
+        /// The setting.
+        name: &'static str,
+        /// What it was set to.
+        value: Duration,
+        /// The least that is allowed.
+        min: Duration,
+        /// The most that is allowed.
+        max: Duration,
+    },
+    /// One duration must not be shorter than another.
+    #[error("{shorter} ({shorter_value:?}) must not be shorter than {longer} ({longer_value:?})")]
+    ShorterThan {
+        /// The setting that is too short.
+        shorter: &'static str,
+        /// Its value.
+        shorter_value: Duration,
+        /// The setting it is measured by.
+        longer: &'static str,
+        /// Its value.
+        longer_value: Duration,
+    },
+    /// A limit of zero would refuse everything.
+    #[error("{0} must be greater than zero")]
+    Zero(&'static str),
+    /// No method is covered, so the layer would do nothing.
+    #[error("no method is covered")]
+    NoMethods,
+    /// A method that HTTP defines as safe is covered; such requests must stay untouched.
+    #[error("{0} is a safe method and must not be covered")]
+    SafeMethod(http::Method),
+    /// No header is looked at.
+    #[error("no key header is given")]
+    NoKeyHeaders,
+    /// More recipes than a claim can carry.
+    #[error("{given} fingerprint recipes are accepted; at most {max} can be")]
+    TooManyRecipes {
+        /// How many there are, the current one included.
+        given: usize,
+        /// [`Fingerprints::MAX`](crate::Fingerprints::MAX).
+        max: usize,
+    },
+    /// The base of problem types is no absolute URI.
+    #[error("the base of problem types, {0:?}, is no absolute URI")]
+    ProblemBase(String),
+}
+
+/// A store could not do what it was asked. One word wide; the cause is its [`source`](StdError::source).
+///
+/// Neither `Display` nor `Debug` shows a key or a body.
+pub struct StoreError(Box<Inner>);
+
+struct Inner {
+    kind: StoreErrorKind,
+    store: &'static str,
+    operation: &'static str,
+    source: Option<Box<dyn StdError + Send + Sync>>,
+}
+
+/// What a store error means for the caller.
+#[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
+#[non_exhaustive]
+pub enum StoreErrorKind {
+    /// The operation was certainly not done.
+    Unavailable,
+    /// The operation may have been done, may still be done later, or not at all.
+    OutcomeUnknown,
+    /// There is no room for a new record. The operation was not done.
+    Full,
+    /// The store answered with an error. The operation was not done.
+    Backend,
+}
+
+impl StoreError {
+    /// An error of `store` while doing `operation`.
+    #[must_use]
+    pub fn new(kind: StoreErrorKind, store: &'static str, operation: &'static str) -> Self {
+        Self(Box::new(Inner { kind, store, operation, source: None }))
+    }
+
+    /// Adds the cause.
+    #[must_use]
+    pub fn with_source(mut self, source: impl Into<Box<dyn StdError + Send + Sync>>) -> Self {
+        self.0.source = Some(source.into());
+        self
+    }
+
+    /// What it means.
+    #[must_use]
+    pub fn kind(&self) -> StoreErrorKind {
+        self.0.kind
+    }
+
+    /// The store's name, for example `redis`.
+    #[must_use]
+    pub fn store(&self) -> &'static str {
+        self.0.store
+    }
+
+    /// The verb, for example `claim`.
+    #[must_use]
+    pub fn operation(&self) -> &'static str {
+        self.0.operation
+    }
+}
+
+impl fmt::Display for StoreError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Inner { kind, store, operation, .. } = &*self.0;
+        let meaning = match kind {
+            StoreErrorKind::Unavailable => "is unavailable",
+            StoreErrorKind::OutcomeUnknown => "did not say whether it was done",
+            StoreErrorKind::Full => "has no room",
+            StoreErrorKind::Backend => "answered with an error",
+        };
+        write!(f, "{store} store, {operation}: {meaning}")
+    }
+}
+
+impl fmt::Debug for StoreError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Inner { kind, store, operation, source } = &*self.0;
+        f.debug_struct("StoreError")
+            .field("kind", kind)
+            .field("store", store)
+            .field("operation", operation)
+            .field("source", source)
+            .finish()
+    }
+}
+
+impl StdError for StoreError {
+    fn source(&self) -> Option<&(dyn StdError + 'static)> {
+        self.0.source.as_deref().map(|source| source as _)
+    }
+}
+
+/// Why the layer answered a request itself. Stands in the extensions of every such response, so that
+/// a layer outside can count or log it. Carries no status code: that is the edge's decision.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub struct Rejection {
+    kind: RejectionKind,
+    retry_after: Option<Duration>,
+}
+
+/// Why a request was refused.
+#[derive(Clone, Debug, Eq, PartialEq)]
+#[non_exhaustive]
+pub enum RejectionKind {
+    /// The route requires a key and the request has none.
+    KeyMissing,
+    /// The key breaks a rule.
+    KeyInvalid(KeyError),
+    /// The key was used with another request.
+    KeyReused,
+    /// The operation is running.
+    KeyInUse,
+    /// The operation may have happened, and nobody can know.
+    OutcomeUnknown,
+    /// The operation is done, and its answer was not kept.
+    ResultUnavailable {
+        /// The status of the original answer.
+        status: StatusCode,
+        /// Where the result is, if the original said so.
+        location: Option<HeaderValue>,
+    },
+    /// The body is longer than the limit, in bytes.
+    RequestTooLarge {
+        /// The limit.
+        limit: usize,
+    },
+    /// The body ended early, or did not come in time.
+    RequestIncomplete,
+    /// The store cannot be asked, or the server is shutting down.
+    StoreUnavailable,
+    /// The key's record cannot be read by this release or configuration.
+    RecordUnreadable,
+    /// The request has no identity to keep its keys apart by.
+    ScopeMissing,
+    /// Too many requests wait for running operations already.
+    TooManyWaiting,
+}
+
+impl Rejection {
+    /// A refusal of this kind.
+    #[must_use]
+    pub fn new(kind: RejectionKind) -> Self {
+        Self { kind, retry_after: None }
+    }
+
+    /// Adds when it makes sense to ask again.
+    #[must_use]
+    pub fn with_retry_after(mut self, retry_after: Duration) -> Self {
+        self.retry_after = Some(retry_after);
+        self
+    }
+
+    /// Why.
+    #[must_use]
+    pub fn kind(&self) -> &RejectionKind {
+        &self.kind
+    }
+
+    /// When it makes sense to ask again.
+    #[must_use]
+    pub fn retry_after(&self) -> Option<Duration> {
+        self.retry_after
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_store_error_is_one_word_wide_and_keeps_its_source() {
+        assert_eq!(size_of::<StoreError>(), size_of::<usize>());
+        let error = StoreError::new(StoreErrorKind::Unavailable, "redis", "claim")
+            .with_source(std::io::Error::other("refused"));
+        assert_eq!(error.to_string(), "redis store, claim: is unavailable");
+        assert_eq!(StdError::source(&error).unwrap().to_string(), "refused");
+    }
+}

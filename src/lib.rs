@@ -1,0 +1,25 @@
+//! The idempotency-key layer for tower and axum: retries of a payment made safe.
+
+mod config;
+mod error;
+mod fingerprint;
+mod key;
+pub mod record;
+mod response;
+mod scope;
+pub mod store;
+mod token;
+
+pub use config::{
+    Config, ConfigBuilder, IDEMPOTENCY_KEY, IDEMPOTENCY_STATUS, IDEMPOTENT_REPLAYED, MissingKey,
+    Recovery, STRIPE_SHOULD_RETRY, StoreDown,
+};
+pub use error::{ConfigError, Rejection, RejectionKind, StoreError, StoreErrorKind};
+pub use fingerprint::{Comparison, Fingerprint, Fingerprints, QueryOrder, Recipe, RecipeId};
+pub use key::{IdempotencyKey, KeyError, KeySyntax};
+pub use response::{CodecError, HeaderRules, StoredBody, StoredResponse};
+pub use scope::{DownstreamSeed, Identity, Scope, StorageKey};
+#[cfg(feature = "redis")]
+pub use store::redis::RedisStore;
+pub use store::{Lease, MemoryStore, Store};
+pub use token::{Attempt, Fence, HolderId};

@@ -1,0 +1,154 @@
+//! A record as one string of bytes: a fixed header, a checkpoint, the response.
+//!
+//! All numbers are big-endian. The Lua scripts read and write the header by the same offsets.
+//!
+//! ```text
+//!  0  1  version (1)
+//!  1  1  state (1 in flight, 2 open, 3 indeterminate, 4 completed)
+//!  2  4  recipe id of the fingerprint
+//!  6 32  digest of the fingerprint
+//! 38 16  holder id
+//! 54  4  attempt
+//! 58  6  fence
+//! 64  6  created, milliseconds
+//! 70  6  in flight: end of the lease; otherwise: when the state was entered; milliseconds
+//! 76  4  in flight: the lease's length in milliseconds; otherwise 0
+//! 80  4  length of the checkpoint
+//! 84  .  checkpoint, then (completed only) the encoded response
+//! ```
+
+use std::time::Duration;
+
+use bytes::{Buf, BufMut, Bytes, BytesMut};
+
+use super::{Millis, Record, State, millis};
+use crate::fingerprint::{Fingerprint, RecipeId};
+use crate::token::{Attempt, Fence, HolderId};
+
+/// The length of the fixed header in bytes.
+pub const HEADER_LENGTH: usize = 84;
+
+/// Times and fences take six bytes: the store's milliseconds until the year 10889.
+const MAX_48: u64 = (1 << 48) - 1;
+
+const VERSION: u8 = 1;
+const IN_FLIGHT: u8 = 1;
+const OPEN: u8 = 2;
+const INDETERMINATE: u8 = 3;
+const COMPLETED: u8 = 4;
+
+/// What a store found under a storage key.
+#[derive(Clone, Debug, Eq, PartialEq)]
+#[expect(clippy::exhaustive_enums, reason = "a record is there, or not, or cannot be read")]
+pub enum Current {
+    /// Nothing, or something past its retention.
+    Absent,
+    /// Bytes that are no record of a version that this release reads.
+    Unreadable(Unreadable),
+    /// A record.
+    Present(Record),
+}
+
+/// Why bytes are no record. They are refused, never run over and never deleted.
+#[derive(Clone, Copy, Debug, Eq, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum Unreadable {
+    /// A record of another version, or something foreign.
+    #[error("unknown version of the record")]
+    Version,
+    /// The bytes are damaged.
+    #[error("the record is damaged")]
+    Damaged,
+}
+
+impl Current {
+    /// Reads what a store found.
+    #[must_use]
+    pub fn from_stored(bytes: Option<Bytes>) -> Self {
+        match bytes.map(Record::decode) {
+            None => Self::Absent,
+            Some(Ok(record)) => Self::Present(record),
+            Some(Err(unreadable)) => Self::Unreadable(unreadable),
+        }
+    }
+}
+
+impl Record {
+    /// The record as a store keeps it.
+    #[must_use]
+    pub fn encode(&self) -> Bytes {
+        let (state, at, lease, response) = match &self.state {
+            State::InFlight { until, lease } => (IN_FLIGHT, *until, millis(*lease), None),
+            State::Open { since } => (OPEN, *since, 0, None),
+            State::Indeterminate { since } => (INDETERMINATE, *since, 0, None),
+            State::Completed { at, response } => (COMPLETED, *at, 0, Some(response)),
+        };
+        let response = response.map_or(&[][..], |bytes| bytes);
+        let length = HEADER_LENGTH + self.checkpoint.len() + response.len();
+        let mut bytes = BytesMut::with_capacity(length);
+        bytes.put_u8(VERSION);
+        bytes.put_u8(state);
+        bytes.put_slice(self.fingerprint.recipe().as_bytes());
+        bytes.put_slice(self.fingerprint.digest());
+        bytes.put_slice(self.holder.as_bytes());
+        bytes.put_u32(self.attempt.number());
+        bytes.put_uint(self.fence.number().min(MAX_48), 6);
+        bytes.put_uint(self.created.0.min(MAX_48), 6);
+        bytes.put_uint(at.0.min(MAX_48), 6);
+        bytes.put_u32(u32::try_from(lease).unwrap_or(u32::MAX));
+        bytes.put_u32(u32::try_from(self.checkpoint.len()).unwrap_or(u32::MAX));
+        bytes.put_slice(&self.checkpoint);
+        bytes.put_slice(response);
+        bytes.freeze()
+    }
+
+    /// Reads a record; checkpoint and response share the bytes' memory.
+    ///
+    /// # Errors
+    /// [`Unreadable`] if this release cannot say what the bytes mean.
+    pub fn decode(mut bytes: Bytes) -> Result<Self, Unreadable> {
+        if bytes.first() != Some(&VERSION) {
+            return Err(Unreadable::Version);
+        }
+        if bytes.len() < HEADER_LENGTH {
+            return Err(Unreadable::Damaged);
+        }
+        bytes.advance(1);
+        let state = bytes.get_u8();
+        let mut recipe = [0; 4];
+        bytes.copy_to_slice(&mut recipe);
+        let mut digest = [0; 32];
+        bytes.copy_to_slice(&mut digest);
+        let mut holder = [0; 16];
+        bytes.copy_to_slice(&mut holder);
+        let attempt = Attempt::from_number(bytes.get_u32());
+        let fence = Fence::from_number(bytes.get_uint(6));
+        let created = Millis(bytes.get_uint(6));
+        let at = Millis(bytes.get_uint(6));
+        let lease = Duration::from_millis(u64::from(bytes.get_u32()));
+        let checkpoint_length = bytes.get_u32() as usize;
+        if bytes.len() < checkpoint_length {
+            return Err(Unreadable::Damaged);
+        }
+        let checkpoint = bytes.split_to(checkpoint_length);
+        let state = match state {
+            IN_FLIGHT => State::InFlight { until: at, lease },
+            OPEN => State::Open { since: at },
+            INDETERMINATE => State::Indeterminate { since: at },
+            COMPLETED if !bytes.is_empty() => State::Completed { at, response: bytes.split_off(0) },
+            _ => return Err(Unreadable::Damaged),
+        };
+        if !bytes.is_empty() {
+            return Err(Unreadable::Damaged);
+        }
+        Ok(Self {
+            fingerprint: Fingerprint::from_stored(RecipeId::from_bytes(recipe), digest),
+            holder: HolderId::from_bytes(holder),
+            attempt,
+            fence,
+            created,
+            checkpoint,
+            state,
+        })
+    }
+}

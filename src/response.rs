@@ -1,0 +1,372 @@
+//! The stored response: what is kept of an answer, and the bytes it is kept as.
+
+use bytes::{BufMut, Bytes, BytesMut};
+use http::header::{self, HeaderMap, HeaderName, HeaderValue};
+use http::{StatusCode, response};
+use prost::Message;
+
+/// An answer as it is kept for replays: status, the headers that belong to the result, the body.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub struct StoredResponse {
+    status: StatusCode,
+    headers: HeaderMap,
+    body: StoredBody,
+}
+
+/// The body of a stored response, or the fact that it was not kept.
+#[derive(Clone, Debug, Eq, PartialEq)]
+#[non_exhaustive]
+pub enum StoredBody {
+    /// The body's bytes.
+    Kept(Bytes),
+    /// It was too large or a stream. The operation is done; its answer cannot be given again.
+    NotKept,
+}
+
+/// Why bytes are no stored response.
+#[derive(Clone, Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum CodecError {
+    /// The format's version is not one that this release reads.
+    #[error("unknown version {0} of the stored response")]
+    Version(u8),
+    /// There are no bytes at all.
+    #[error("the stored response is empty")]
+    Empty,
+    /// The bytes are damaged.
+    #[error("the stored response is damaged")]
+    Damaged(#[source] Option<prost::DecodeError>),
+}
+
+/// The version that this release writes.
+const VERSION: u8 = 1;
+
+#[derive(Clone, PartialEq, Message)]
+struct Wire {
+    #[prost(uint32, tag = "1")]
+    status: u32,
+    #[prost(message, repeated, tag = "2")]
+    headers: Vec<WireHeader>,
+    #[prost(bool, tag = "4")]
+    body_not_kept: bool,
+    #[prost(bytes = "bytes", tag = "5")]
+    body: Bytes,
+}
+
+#[derive(Clone, PartialEq, Message)]
+struct WireHeader {
+    #[prost(bytes = "bytes", tag = "1")]
+    name: Bytes,
+    #[prost(bytes = "bytes", tag = "2")]
+    value: Bytes,
+}
+
+impl StoredResponse {
+    /// What is kept of an answer with this head and body.
+    #[must_use]
+    pub fn new(head: &response::Parts, body: Bytes, rules: &HeaderRules) -> Self {
+        let headers = rules.kept(&head.headers);
+        Self { status: head.status, headers, body: StoredBody::Kept(body) }
+    }
+
+    /// What is kept of an answer whose body is not: its status and where the result is.
+    #[must_use]
+    pub fn without_body(head: &response::Parts) -> Self {
+        let mut headers = HeaderMap::new();
+        if let Some(location) = head.headers.get(header::LOCATION) {
+            headers.insert(header::LOCATION, location.clone());
+        }
+        Self { status: head.status, headers, body: StoredBody::NotKept }
+    }
+
+    /// The status of the original.
+    #[must_use]
+    pub fn status(&self) -> StatusCode {
+        self.status
+    }
+
+    /// The headers that were kept.
+    #[must_use]
+    pub fn headers(&self) -> &HeaderMap {
+        &self.headers
+    }
+
+    /// The body, or that it was not kept.
+    #[must_use]
+    pub fn body(&self) -> &StoredBody {
+        &self.body
+    }
+
+    /// Takes the response apart.
+    #[must_use]
+    pub fn into_parts(self) -> (StatusCode, HeaderMap, StoredBody) {
+        (self.status, self.headers, self.body)
+    }
+
+    /// The bytes that a store keeps.
+    #[must_use]
+    pub fn encode(&self) -> Bytes {
+        let (body, body_not_kept) = match &self.body {
+            StoredBody::Kept(body) => (body.clone(), false),
+            StoredBody::NotKept => (Bytes::new(), true),
+        };
+        let headers = self
+            .headers
+            .iter()
+            .map(|(name, value)| WireHeader {
+                name: Bytes::copy_from_slice(name.as_str().as_bytes()),
+                value: Bytes::copy_from_slice(value.as_bytes()),
+            })
+            .collect();
+        let wire = Wire { status: u32::from(self.status.as_u16()), headers, body_not_kept, body };
+        let mut bytes = BytesMut::with_capacity(1 + wire.encoded_len());
+        bytes.put_u8(VERSION);
+        wire.encode(&mut bytes).expect("the buffer grows as needed");
+        bytes.freeze()
+    }
+
+    /// Reads what [`encode`](Self::encode) wrote. The body shares the bytes' memory.
+    ///
+    /// # Errors
+    /// [`CodecError`] if the version is unknown or the bytes are damaged.
+    pub fn decode(mut bytes: Bytes) -> Result<Self, CodecError> {
+        match bytes.first() {
+            None => return Err(CodecError::Empty),
+            Some(&VERSION) => {}
+            Some(&other) => return Err(CodecError::Version(other)),
+        }
+        let wire = Wire::decode(bytes.split_off(1)).map_err(|e| CodecError::Damaged(Some(e)))?;
+        let damaged = || CodecError::Damaged(None);
+        let status = u16::try_from(wire.status).map_err(|_| damaged())?;
+        let status = StatusCode::from_u16(status).map_err(|_| damaged())?;
+        let mut headers = HeaderMap::with_capacity(wire.headers.len());
+        for line in wire.headers {
+            let name = HeaderName::from_bytes(&line.name).map_err(|_| damaged())?;
+            let value = HeaderValue::from_maybe_shared(line.value).map_err(|_| damaged())?;
+            headers.append(name, value);
+        }
+        let body = match wire.body_not_kept {
+            true => StoredBody::NotKept,
+            false => StoredBody::Kept(wire.body),
+        };
+        Ok(Self { status, headers, body })
+    }
+}
+
+/// Which response headers are kept for replays.
+///
+/// Everything is, except what belongs to the exchange and not to the result: hop-by-hop headers
+/// and those that `Connection` names (RFC 9110, 7.6.1), `Content-Length` (made anew), cookies,
+/// challenges and credentials, `Date`, `Age`, `Server-Timing`, `Access-Control-*`, rate limits,
+/// request and trace ids, and the headers of this layer.
+#[derive(Clone, Debug, Default)]
+pub struct HeaderRules {
+    also_kept: Vec<HeaderName>,
+    also_dropped: Vec<HeaderName>,
+}
+
+impl HeaderRules {
+    /// Keeps this header although the rules above would drop it. Hop-by-hop headers,
+    /// `Content-Length` and the headers of this layer are never kept.
+    #[must_use]
+    pub fn keep(mut self, name: HeaderName) -> Self {
+        self.also_kept.push(name);
+        self
+    }
+
+    /// Drops this header.
+    #[must_use]
+    pub fn drop(mut self, name: HeaderName) -> Self {
+        self.also_dropped.push(name);
+        self
+    }
+
+    fn kept(&self, headers: &HeaderMap) -> HeaderMap {
+        let named_by_connection: Vec<String> = headers
+            .get_all(header::CONNECTION)
+            .iter()
+            .filter_map(|line| line.to_str().ok())
+            .flat_map(|line| line.split(','))
+            .map(|name| name.trim().to_ascii_lowercase())
+            .collect();
+        let mut kept = HeaderMap::with_capacity(headers.len());
+        for (name, value) in headers {
+            let hop = named_by_connection.iter().any(|hop| hop == name.as_str());
+            if !hop && self.keeps(name) {
+                kept.append(name.clone(), value.clone());
+            }
+        }
+        kept
+    }
+
+    fn keeps(&self, name: &HeaderName) -> bool {
+        let text = name.as_str();
+        if NEVER_KEPT.contains(&text) || self.also_dropped.contains(name) {
+            return false;
+        }
+        let of_the_exchange = NOT_KEPT.contains(&text)
+            || NOT_KEPT_PREFIXES.iter().any(|prefix| text.starts_with(prefix));
+        !of_the_exchange || self.also_kept.contains(name)
+    }
+}
+
+/// Kept under no setting: they would make a replay false or break the connection it goes over.
+const NEVER_KEPT: &[&str] = &[
+    "connection",
+    "content-length",
+    "idempotency-key",
+    "idempotency-status",
+    "idempotent-replayed",
+    "keep-alive",
+    "proxy-connection",
+    "te",
+    "trailer",
+    "transfer-encoding",
+    "upgrade",
+];
+
+/// They describe the first exchange, or were made for the first caller's session.
+const NOT_KEPT: &[&str] = &[
+    "age",
+    "authentication-info",
+    "authorization",
+    "csrf-token",
+    "date",
+    "proxy-authenticate",
+    "proxy-authentication-info",
+    "proxy-authorization",
+    "request-id",
+    "server-timing",
+    "set-cookie",
+    "set-cookie2",
+    "traceparent",
+    "traceresponse",
+    "tracestate",
+    "www-authenticate",
+    "x-amzn-trace-id",
+    "x-correlation-id",
+    "x-csrf-token",
+    "x-request-id",
+    "x-trace-id",
+    "x-xsrf-token",
+];
+
+const NOT_KEPT_PREFIXES: &[&str] = &["access-control-", "ratelimit", "x-rate-limit", "x-ratelimit"];
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn head(status: u16, headers: &[(&'static str, &'static str)]) -> response::Parts {
+        let mut response = http::Response::builder().status(status).body(()).unwrap();
+        for (name, value) in headers {
+            response.headers_mut().append(*name, HeaderValue::from_static(value));
+        }
+        response.into_parts().0
+    }
+
+    #[track_caller]
+    fn kept(
+        rules: &HeaderRules,
+        headers: &[(&'static str, &'static str)],
+    ) -> Vec<(String, String)> {
+        let stored = StoredResponse::new(&head(200, headers), Bytes::new(), rules);
+        let text = |value: &HeaderValue| value.to_str().unwrap().to_owned();
+        stored.headers().iter().map(|(name, value)| (name.to_string(), text(value))).collect()
+    }
+
+    #[test]
+    fn headers_of_the_result_are_kept_with_number_and_order() {
+        let result = [
+            ("content-type", "text/csv"),
+            ("etag", "\"1\""),
+            ("location", "/p/1"),
+            ("link", "</a>"),
+            ("link", "</b>"),
+            ("content-disposition", "attachment"),
+            ("content-encoding", "gzip"),
+            ("vary", "accept-encoding"),
+            ("x-application", "yes"),
+        ];
+        let expect: Vec<_> = result.map(|(n, v)| (n.to_owned(), v.to_owned())).into();
+        assert_eq!(kept(&HeaderRules::default(), &result), expect);
+    }
+
+    #[test]
+    fn headers_of_the_exchange_are_not_kept() {
+        let exchange = [
+            ("set-cookie", "a=1"),
+            ("set-cookie", "b=2"),
+            ("date", "now"),
+            ("www-authenticate", "Basic"),
+            ("access-control-allow-origin", "https://a.example"),
+            ("x-ratelimit-remaining", "3"),
+            ("ratelimit-policy", "10;w=1"),
+            ("ratelimit", "limit=10"),
+            ("x-request-id", "r"),
+            ("connection", "X-Hop, close"),
+            ("x-hop", "1"),
+            ("keep-alive", "timeout=5"),
+            ("transfer-encoding", "chunked"),
+            ("content-length", "5"),
+            ("idempotent-replayed", "true"),
+            ("server-timing", "db;dur=1"),
+        ];
+        assert_eq!(kept(&HeaderRules::default(), &exchange), []);
+    }
+
+    #[test]
+    fn rules_can_be_changed_but_not_for_hop_by_hop_headers() {
+        let rules = HeaderRules::default()
+            .keep(header::SET_COOKIE)
+            .keep(header::TRANSFER_ENCODING)
+            .drop(header::ETAG);
+        let given = [("set-cookie", "a=1"), ("transfer-encoding", "chunked"), ("etag", "\"1\"")];
+        assert_eq!(kept(&rules, &given), [("set-cookie".to_owned(), "a=1".to_owned())]);
+    }
+
+    #[test]
+    fn an_answer_without_its_body_keeps_status_and_location() {
+        let head = head(201, &[("location", "/p/1"), ("content-type", "text/plain")]);
+        let stored = StoredResponse::without_body(&head);
+        let read = StoredResponse::decode(stored.encode()).unwrap();
+        assert_eq!(read, stored);
+        assert_eq!(read.status(), 201);
+        assert_eq!(read.headers().len(), 1);
+        assert_eq!(read.body(), &StoredBody::NotKept);
+    }
+
+    #[test]
+    fn foreign_versions_and_damage_are_errors() {
+        let decode = |bytes: &'static [u8]| StoredResponse::decode(Bytes::from_static(bytes));
+        assert!(matches!(decode(b""), Err(CodecError::Empty)));
+        assert!(matches!(decode(b"\x02abc"), Err(CodecError::Version(2))));
+        assert!(matches!(decode(b"\x01\xff\xff"), Err(CodecError::Damaged(_))));
+        assert!(matches!(decode(b"\x01"), Err(CodecError::Damaged(None)))); // no status
+    }
+
+    proptest! {
+        #[test]
+        fn a_response_survives_its_own_bytes(
+            status in 100u16..=599,
+            headers in prop::collection::vec(("[a-z-]{1,8}x", prop::collection::vec(0x20u8..0x7f, 0..20)), 0..8),
+            body: Vec<u8>,
+        ) {
+            let mut response = http::Response::builder().status(status).body(()).unwrap();
+            for (name, value) in headers {
+                let name = HeaderName::from_bytes(name.as_bytes()).unwrap();
+                response.headers_mut().append(name, HeaderValue::from_bytes(&value).unwrap());
+            }
+            let (head, ()) = response.into_parts();
+            let stored = StoredResponse::new(&head, body.into(), &HeaderRules::default());
+            prop_assert_eq!(StoredResponse::decode(stored.encode()).unwrap(), stored);
+        }
+
+        #[test]
+        fn any_bytes_are_read_or_refused_without_a_panic(bytes: Vec<u8>) {
+            let _ = StoredResponse::decode(bytes.into());
+        }
+    }
+}

@@ -1,0 +1,334 @@
+//! Scope: whose keys these are, so that equal keys of two callers never meet.
+//!
+//! A key alone names nothing: clients choose short ones, and one caller must neither see nor block
+//! another's (IETF draft, section 5). So a [`Scope`] is a required choice, and where it finds no
+//! identity the request is refused instead of falling into a bucket shared by everybody unknown.
+
+use std::fmt;
+use std::sync::Arc;
+
+use base64::Engine as _;
+use base64::engine::general_purpose::URL_SAFE_NO_PAD;
+use http::request::Parts;
+use sha2::{Digest, Sha256};
+
+use crate::key::IdempotencyKey;
+
+/// Who is calling, as one or more parts that are never glued together.
+///
+/// Parts are hashed with their lengths, so `("a:b", "c")` and `("a", "b:c")` are two identities.
+#[derive(Clone, Eq, Hash, PartialEq)]
+pub struct Identity(Vec<Box<str>>);
+
+impl Identity {
+    /// An identity of several parts, for example a platform account and a connected account.
+    #[must_use]
+    pub fn of_parts<I>(parts: I) -> Self
+    where
+        I: IntoIterator,
+        I::Item: Into<Box<str>>,
+    {
+        Self(parts.into_iter().map(Into::into).collect())
+    }
+
+    /// True if there is no part with anything in it: such an identity is no identity.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.0.iter().all(|part| part.is_empty())
+    }
+}
+
+impl fmt::Debug for Identity {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Identity({} parts)", self.0.len())
+    }
+}
+
+impl From<String> for Identity {
+    fn from(part: String) -> Self {
+        Self(vec![part.into()])
+    }
+}
+
+impl From<&str> for Identity {
+    fn from(part: &str) -> Self {
+        Self(vec![part.into()])
+    }
+}
+
+impl<A: Into<Box<str>>, B: Into<Box<str>>> From<(A, B)> for Identity {
+    fn from((first, second): (A, B)) -> Self {
+        Self(vec![first.into(), second.into()])
+    }
+}
+
+type Extract = dyn Fn(&Parts) -> Option<Identity> + Send + Sync;
+
+/// How the caller of a request is found.
+///
+/// # Example
+/// ```
+/// use http::request::Parts;
+/// use tower_idempotency::Scope;
+///
+/// #[derive(Clone)]
+/// struct Account(String); // put into the request's extensions by your auth layer
+///
+/// fn account_of(parts: &Parts) -> Option<String> {
+///     parts.extensions.get::<Account>().map(|account| account.0.clone())
+/// }
+///
+/// let scope = Scope::principal(account_of);
+/// # let _ = scope;
+/// ```
+#[derive(Clone)]
+pub struct Scope {
+    extract: Option<Arc<Extract>>,
+    endpoint: EndpointIdentity,
+}
+
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+enum EndpointIdentity {
+    /// The endpoint is in the fingerprint: one key on two routes is a mistake that must be seen.
+    Compared,
+    /// Method and path are part of the identity: one key on two routes is two operations.
+    Separate,
+}
+
+impl Scope {
+    /// One name space per caller. `caller` looks at the request's head, best at something that an
+    /// authentication layer outside put into the extensions, never at a header anybody can set.
+    ///
+    /// Where it answers `None`, or an identity with nothing in it, the request is refused with
+    /// 401 `idempotency_scope_missing`.
+    pub fn principal<F, I>(caller: F) -> Self
+    where
+        F: Fn(&Parts) -> Option<I> + Send + Sync + 'static,
+        I: Into<Identity>,
+    {
+        let extract = move |parts: &Parts| caller(parts).map(Into::into);
+        Self { extract: Some(Arc::new(extract)), endpoint: EndpointIdentity::Compared }
+    }
+
+    /// One name space for everybody: right for a service with a single caller, and only there.
+    #[must_use]
+    pub fn global() -> Self {
+        Self { extract: None, endpoint: EndpointIdentity::Compared }
+    }
+
+    /// Makes method and path part of the identity, so that one key on two endpoints names two
+    /// operations (Solidgate and Telnyx do this). Without it that is refused with 422, as at Stripe.
+    #[must_use]
+    pub fn per_endpoint(mut self) -> Self {
+        self.endpoint = EndpointIdentity::Separate;
+        self
+    }
+
+    /// Finds the caller of a request; `path` is the whole path, also inside a nested router.
+    ///
+    /// `None` means that the request has no identity and must be refused.
+    pub(crate) fn identify(&self, parts: &Parts, path: &str) -> Option<Identity> {
+        let mut identity = match &self.extract {
+            Some(extract) => extract(parts).filter(|identity| !identity.is_empty())?,
+            None => Identity(Vec::new()),
+        };
+        if self.endpoint == EndpointIdentity::Separate {
+            identity.0.push(parts.method.as_str().into());
+            identity.0.push(path.into());
+        }
+        Some(identity)
+    }
+}
+
+impl fmt::Debug for Scope {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Scope")
+            .field("principal", &self.extract.is_some())
+            .field("endpoint", &self.endpoint)
+            .finish()
+    }
+}
+
+/// Scope and key in the form a store sees: 24 bytes of a SHA-256, so a fixed length, no text of
+/// the caller, and spread evenly over the slots of a cluster.
+#[derive(Clone, Copy, Eq, Hash, Ord, PartialEq, PartialOrd)]
+pub struct StorageKey([u8; 24]);
+
+impl StorageKey {
+    /// The storage key of `key` for this caller.
+    #[must_use]
+    pub fn new(identity: &Identity, key: &IdempotencyKey) -> Self {
+        let digest = hash_parts(b"tower-idempotency storage key 1", identity, key);
+        let mut bytes = [0; 24];
+        bytes.copy_from_slice(&digest[..24]);
+        Self(bytes)
+    }
+
+    /// A storage key from bytes: for tests, and for tools that read keys back from a store.
+    #[must_use]
+    pub const fn from_bytes(bytes: [u8; 24]) -> Self {
+        Self(bytes)
+    }
+
+    /// The 24 bytes.
+    #[must_use]
+    pub const fn as_bytes(&self) -> &[u8; 24] {
+        &self.0
+    }
+
+    /// The name in a text store: 32 characters of base64url.
+    #[must_use]
+    pub fn to_text(&self) -> String {
+        URL_SAFE_NO_PAD.encode(self.0)
+    }
+
+    /// Twelve hex digits for logs and spans: enough to find a record, too few to find the key.
+    #[must_use]
+    pub fn log_id(&self) -> String {
+        self.0[..6].iter().fold(String::with_capacity(12), |mut text, byte| {
+            use fmt::Write as _;
+            write!(text, "{byte:02x}").expect("writing to a String cannot fail");
+            text
+        })
+    }
+}
+
+impl fmt::Debug for StorageKey {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "StorageKey({}..)", self.log_id())
+    }
+}
+
+/// What downstream keys of one operation are made from: scope and key, and nothing that differs
+/// between two runs of the handler.
+#[derive(Clone, Copy)]
+pub struct DownstreamSeed([u8; 32]);
+
+impl DownstreamSeed {
+    /// The seed of `key` for this caller.
+    #[must_use]
+    pub fn new(identity: &Identity, key: &IdempotencyKey) -> Self {
+        Self(hash_parts(b"tower-idempotency downstream seed 1", identity, key))
+    }
+
+    /// The key to hand to a provider for the effect called `effect`, in the form of a UUID
+    /// (version 8, RFC 9562 section 5.8), which is what most providers accept.
+    #[must_use]
+    pub fn key_for(&self, effect: &str) -> String {
+        let mut hasher = Sha256::new();
+        hasher.update(b"tower-idempotency downstream key 1");
+        hasher.update(self.0);
+        hasher.update(effect.as_bytes());
+        let digest: [u8; 32] = hasher.finalize().into();
+        let mut bytes = [0; 16];
+        bytes.copy_from_slice(&digest[..16]);
+        bytes[6] = (bytes[6] & 0x0f) | 0x80;
+        bytes[8] = (bytes[8] & 0x3f) | 0x80;
+        let n = u128::from_be_bytes(bytes);
+        format!(
+            "{:08x}-{:04x}-{:04x}-{:04x}-{:012x}",
+            n >> 96,
+            (n >> 80) & 0xffff,
+            (n >> 64) & 0xffff,
+            (n >> 48) & 0xffff,
+            n & 0xffff_ffff_ffff
+        )
+    }
+}
+
+impl fmt::Debug for DownstreamSeed {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("DownstreamSeed(..)")
+    }
+}
+
+fn hash_parts(domain: &[u8], identity: &Identity, key: &IdempotencyKey) -> [u8; 32] {
+    let mut hasher = Sha256::new();
+    hasher.update(domain);
+    hasher.update((identity.0.len() as u64).to_be_bytes());
+    for part in identity.0.iter().map(|part| part.as_bytes()).chain([key.as_str().as_bytes()]) {
+        hasher.update((part.len() as u64).to_be_bytes());
+        hasher.update(part);
+    }
+    hasher.finalize().into()
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::key::KeySyntax;
+
+    fn key(text: &str) -> IdempotencyKey {
+        IdempotencyKey::parse(text.as_bytes(), KeySyntax::BareOrQuoted).unwrap()
+    }
+
+    fn parts(uri: &str) -> Parts {
+        http::Request::post(uri).body(()).unwrap().into_parts().0
+    }
+
+    #[test]
+    fn parts_are_never_glued_together() {
+        let first = StorageKey::new(&Identity::from("a:b"), &key("c"));
+        let second = StorageKey::new(&Identity::from("a"), &key("b:c"));
+        let third = StorageKey::new(&Identity::from(("a", "b")), &key("c"));
+        assert_ne!(first, second);
+        assert_ne!(second, third);
+    }
+
+    #[test]
+    fn an_identity_with_nothing_in_it_is_none() {
+        let scope = Scope::principal(|_: &Parts| Some(""));
+        assert_eq!(scope.identify(&parts("/p"), "/p"), None);
+        let scope = Scope::principal(|_: &Parts| Some(Identity::of_parts(["", ""])));
+        assert_eq!(scope.identify(&parts("/p"), "/p"), None);
+        let scope = Scope::principal(|_: &Parts| None::<String>);
+        assert_eq!(scope.identify(&parts("/p"), "/p"), None);
+        assert!(Scope::global().identify(&parts("/p"), "/p").is_some());
+    }
+
+    #[test]
+    fn per_endpoint_separates_paths() {
+        let scope = Scope::principal(|_: &Parts| Some("acme")).per_endpoint();
+        let one = scope.identify(&parts("/a"), "/a").unwrap();
+        let two = scope.identify(&parts("/b"), "/b").unwrap();
+        assert_ne!(one, two);
+    }
+
+    #[test]
+    fn a_downstream_key_is_a_uuid_that_depends_on_scope_key_and_effect_only() {
+        let seed = DownstreamSeed::new(&Identity::from("acme"), &key("k"));
+        let again = DownstreamSeed::new(&Identity::from("acme"), &key("k"));
+        assert_eq!(seed.key_for("charge"), again.key_for("charge"));
+        assert_ne!(seed.key_for("charge"), seed.key_for("mail"));
+        assert_ne!(
+            seed.key_for("charge"),
+            DownstreamSeed::new(&Identity::from("other"), &key("k")).key_for("charge")
+        );
+        let text = seed.key_for("charge");
+        assert_eq!(text.len(), 36);
+        assert_eq!(text.as_bytes()[14], b'8');
+    }
+
+    #[test]
+    fn a_storage_key_is_pinned_because_records_outlive_a_release() {
+        let key = StorageKey::new(&Identity::from("acme"), &key("pay-1"));
+        assert_eq!(key.to_text(), PINNED);
+        assert_eq!(key.to_text().len(), 32);
+        assert_eq!(key.log_id().len(), 12);
+    }
+    const PINNED: &str = "WZKOOi7bPYzTVUniJGC3aL3UHiGvVOrX";
+
+    proptest! {
+        #[test]
+        fn different_tuples_give_different_storage_keys(
+            a in prop::collection::vec("[a-c:{}]{0,3}", 0..4), ka in "[a-c:{}]{1,3}",
+            b in prop::collection::vec("[a-c:{}]{0,3}", 0..4), kb in "[a-c:{}]{1,3}",
+        ) {
+            let left = StorageKey::new(&Identity::of_parts(a.clone()), &key(&ka));
+            let right = StorageKey::new(&Identity::of_parts(b.clone()), &key(&kb));
+            prop_assert_eq!(left == right, (a, ka) == (b, kb));
+        }
+    }
+}

@@ -1,0 +1,190 @@
+//! The contract that every store keeps.
+//!
+//! A store holds one [`Record`](crate::record::Record) per [`StorageKey`] and offers five verbs. What each does to each
+//! state is written once, in [`record`]; a store is that, made atomic and durable.
+//!
+//! # Guarantees
+//! Checked by `store::conformance` (feature `conformance`) for every store:
+//! 1. Of any number of concurrent claims for one key at most one is granted, until its lease ends.
+//! 2. `renew`, `complete` and `release` change nothing unless the lease's holder is still the last one.
+//! 3. Every verb may be sent again with the same arguments after a lost reply: a claim is then
+//!    recognised by its holder id, a completion by holder and response.
+//! 4. A completed record is returned unchanged until its retention ends. Nothing evicts it earlier.
+//! 5. Leases and retention are judged by the store's clock, never by the caller's.
+//!
+//! There is no verb that only reads: it would invite "check, then act".
+
+mod memory;
+#[cfg(feature = "redis")]
+pub mod redis;
+
+use std::fmt;
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::Arc;
+
+use http::Extensions;
+
+pub use memory::{MemoryStore, MemoryStoreBuilder};
+
+use crate::error::StoreError;
+use crate::record::{
+    Claim, ClaimOutcome, CompleteOutcome, Completion, Grant, Owner, Release, ReleaseOutcome,
+    RenewOutcome, Renewal, Resolution, ResolveOutcome,
+};
+use crate::scope::StorageKey;
+
+/// The future of a store's verb: boxed, so that a store can be a trait object.
+pub type StoreFuture<'a, T> = Pin<Box<dyn Future<Output = Result<T, StoreError>> + Send + 'a>>;
+
+/// The time-limited right to run the handler of one key.
+#[derive(Clone, Debug)]
+#[must_use = "a lease that is not completed or released blocks its key until it ends"]
+pub struct Lease {
+    key: StorageKey,
+    owner: Owner,
+    grant: Grant,
+    attachments: Extensions,
+}
+
+impl Lease {
+    /// The lease of a granted claim.
+    pub fn new(key: StorageKey, claim: &Claim, grant: Grant) -> Self {
+        let owner = Owner {
+            holder: claim.holder,
+            fingerprints: claim.fingerprints,
+            attempt: grant.attempt,
+            fence: grant.fence,
+            created: grant.created,
+        };
+        Self { key, owner, grant, attachments: Extensions::new() }
+    }
+
+    /// Which key it is for.
+    #[must_use]
+    pub fn key(&self) -> StorageKey {
+        self.key
+    }
+
+    /// Who holds it.
+    #[must_use]
+    pub fn owner(&self) -> &Owner {
+        &self.owner
+    }
+
+    /// What the store granted.
+    #[must_use]
+    pub fn grant(&self) -> &Grant {
+        &self.grant
+    }
+
+    /// What the store wants the handler to find in its request, for example a transaction.
+    #[must_use]
+    pub fn attachments(&self) -> &Extensions {
+        &self.attachments
+    }
+
+    /// Lets a store attach something for the handler.
+    pub fn attachments_mut(&mut self) -> &mut Extensions {
+        &mut self.attachments
+    }
+}
+
+/// Where records are kept. See the [module](self) for what a store guarantees.
+///
+/// # Errors
+/// Every verb fails with a [`StoreError`] whose kind says whether it may have been done:
+/// [`OutcomeUnknown`](crate::StoreErrorKind::OutcomeUnknown) means that the same call has to be
+/// sent again to find out, and that this is safe.
+///
+/// # Cancel safety
+/// Dropping a verb's future leaves the record either changed or as it was, and nothing else.
+pub trait Store: fmt::Debug + Send + Sync + 'static {
+    /// The store's name in logs, metrics and errors, for example `redis`.
+    fn name(&self) -> &'static str;
+
+    /// Tries to become the one who runs the handler of `key`.
+    fn claim<'a>(
+        &'a self,
+        key: StorageKey,
+        claim: &'a Claim,
+    ) -> StoreFuture<'a, ClaimOutcome<Lease>>;
+
+    /// Extends a lease from now.
+    fn renew<'a>(&'a self, lease: &'a Lease, renewal: &'a Renewal)
+    -> StoreFuture<'a, RenewOutcome>;
+
+    /// Stores the response and ends the lease.
+    fn complete<'a>(
+        &'a self,
+        lease: &'a Lease,
+        completion: &'a Completion,
+    ) -> StoreFuture<'a, CompleteOutcome>;
+
+    /// Gives the claim up.
+    fn release<'a>(
+        &'a self,
+        lease: &'a Lease,
+        release: &'a Release,
+    ) -> StoreFuture<'a, ReleaseOutcome>;
+
+    /// Settles an outcome that was unknown.
+    fn resolve<'a>(
+        &'a self,
+        key: StorageKey,
+        resolution: &'a Resolution,
+    ) -> StoreFuture<'a, ResolveOutcome>;
+
+    /// Answers if the store can do its work now: runs a real script or statement, not a ping.
+    fn ready(&self) -> StoreFuture<'_, ()>;
+}
+
+impl<S: Store + ?Sized> Store for Arc<S> {
+    fn name(&self) -> &'static str {
+        (**self).name()
+    }
+
+    fn claim<'a>(
+        &'a self,
+        key: StorageKey,
+        claim: &'a Claim,
+    ) -> StoreFuture<'a, ClaimOutcome<Lease>> {
+        (**self).claim(key, claim)
+    }
+
+    fn renew<'a>(
+        &'a self,
+        lease: &'a Lease,
+        renewal: &'a Renewal,
+    ) -> StoreFuture<'a, RenewOutcome> {
+        (**self).renew(lease, renewal)
+    }
+
+    fn complete<'a>(
+        &'a self,
+        lease: &'a Lease,
+        completion: &'a Completion,
+    ) -> StoreFuture<'a, CompleteOutcome> {
+        (**self).complete(lease, completion)
+    }
+
+    fn release<'a>(
+        &'a self,
+        lease: &'a Lease,
+        release: &'a Release,
+    ) -> StoreFuture<'a, ReleaseOutcome> {
+        (**self).release(lease, release)
+    }
+
+    fn resolve<'a>(
+        &'a self,
+        key: StorageKey,
+        resolution: &'a Resolution,
+    ) -> StoreFuture<'a, ResolveOutcome> {
+        (**self).resolve(key, resolution)
+    }
+
+    fn ready(&self) -> StoreFuture<'_, ()> {
+        (**self).ready()
+    }
+}

@@ -1,0 +1,3 @@
+//! The Redis store.
+#[derive(Debug)]
+pub struct RedisStore;
