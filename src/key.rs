@@ -125,6 +125,9 @@ impl IdempotencyKey {
     }
 
     /// The key as a header value that parses back to it: bare where that is possible, else quoted.
+    ///
+    /// # Panics
+    /// Never: every key is printable ASCII.
     #[must_use]
     pub fn to_header_value(&self) -> HeaderValue {
         let bare = self.0.bytes().all(is_bare);

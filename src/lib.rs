@@ -1,9 +1,11 @@
 //! The idempotency-key layer for tower and axum: retries of a payment made safe.
 
 mod config;
+mod engine;
 mod error;
 mod fingerprint;
 mod key;
+pub mod middleware;
 pub mod record;
 mod response;
 mod scope;
@@ -14,9 +16,11 @@ pub use config::{
     Config, ConfigBuilder, IDEMPOTENCY_KEY, IDEMPOTENCY_STATUS, IDEMPOTENT_REPLAYED, MissingKey,
     Recovery, STRIPE_SHOULD_RETRY, StoreDown,
 };
+pub use engine::{Drained, Engine, Execution, WaitLimits};
 pub use error::{ConfigError, Rejection, RejectionKind, StoreError, StoreErrorKind};
 pub use fingerprint::{Comparison, Fingerprint, Fingerprints, QueryOrder, Recipe, RecipeId};
 pub use key::{IdempotencyKey, KeyError, KeySyntax};
+pub use middleware::{Idempotency, IdempotencyLayer, Outcome, Replayed};
 pub use response::{CodecError, HeaderRules, StoredBody, StoredResponse};
 pub use scope::{DownstreamSeed, Identity, Scope, StorageKey};
 #[cfg(feature = "redis")]
