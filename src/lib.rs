@@ -1,9 +1,11 @@
-//! The idempotency-key layer for tower and axum: retries of a payment made safe.
+#![doc = include_str!("../README.md")]
+#![cfg_attr(docsrs, feature(doc_cfg))]
 
 mod config;
 mod engine;
 mod error;
 mod fingerprint;
+pub mod guide;
 mod key;
 pub mod middleware;
 pub mod record;
