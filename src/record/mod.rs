@@ -414,7 +414,7 @@ impl Record {
 /// A deadline that is more than two leases away was written before the clock went back; it counts
 /// as over, so that a key is never stuck for as long as the clock went back.
 fn lease_is_over(now: Millis, until: Millis, lease: Duration) -> bool {
-    now >= until || until.since(now) > lease * 2
+    now >= until || until.since(now) > lease.saturating_mul(2)
 }
 
 /// Tries to become the one who runs the handler.
