@@ -169,7 +169,8 @@ pub struct Grant {
     pub fence: Fence,
     /// When the first claim was made.
     pub created: Millis,
-    /// True if an earlier attempt may have had its effect.
+    /// True if an earlier attempt may have had its effect. Also true for any later attempt whose
+    /// first reply was lost, as the record does not keep which of the two it was.
     pub takeover: bool,
     /// What an earlier attempt noted down; empty if nothing.
     pub checkpoint: Bytes,
@@ -477,8 +478,11 @@ fn grant_first(now: Millis, claim: &Claim) -> Step<ClaimOutcome<Grant>> {
 }
 
 fn grant_again(record: Record, now: Millis, claim: &Claim) -> Step<ClaimOutcome<Grant>> {
+    // The record does not say what the first reply said. Calling a free run a takeover costs the
+    // handler a look; the other way round costs a second effect.
+    let takeover = record.attempt > Attempt::FIRST;
     let record = Record { state: claim.terms.in_flight(now), ..record };
-    grant(record, now, claim, false)
+    grant(record, now, claim, takeover)
 }
 
 fn grant_next(
