@@ -2,6 +2,12 @@
 //! specification ([`table`]), in random sequences against what must always hold ([`sequences`]),
 //! and as bytes ([`bytes`]).
 
+#![allow(
+    clippy::needless_pass_by_value,
+    clippy::wildcard_enum_match_arm,
+    reason = "tests name what they are about, and nothing else"
+)]
+
 mod bytes;
 mod sequences;
 mod table;

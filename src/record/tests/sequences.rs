@@ -157,6 +157,8 @@ impl World {
                 self.alone_until[op.holder] = 0;
                 let outcome = self.apply(complete(current, now, &owner, &completion));
                 if let CompleteOutcome::Superseded(told) = outcome {
+                    let (record, _) = before.expect("somebody was first");
+                    assert_eq!(record.fingerprint, owner.fingerprints.current());
                     assert_eq!(Some(told), self.answered, "superseded by something else");
                 }
             }
@@ -227,6 +229,8 @@ impl World {
                 self.alone_until[op.holder] = self.now + 30_000;
             }
             ClaimOutcome::Completed(told) => {
+                let recorded = before.map(|record| record.fingerprint);
+                assert_eq!(recorded, Some(claim.fingerprints.current()), "of another request");
                 assert_eq!(Some(told), self.answered, "another answer");
             }
             ClaimOutcome::InFlight { remaining } => assert!(remaining <= TERMS.lease),

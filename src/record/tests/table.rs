@@ -264,7 +264,7 @@ impl Run {
             "first" => (mine, ME, 1, NOW, Millis(NOW)),
             "next" => {
                 let old = case.record();
-                let attempt = old.attempt.number().checked_add(1).unwrap_or(u32::MAX);
+                let attempt = old.attempt.number().saturating_add(1);
                 (mine, ME, attempt, Self::next_fence(old.fence.number()), old.created)
             }
             "owner" => (mine, ME, 5, NOW - 77, Millis(NOW - 78)),
