@@ -36,6 +36,7 @@ use crate::token::{Attempt, Fence, HolderId};
 
 /// A moment on the store's clock, in milliseconds since 1970.
 #[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
+#[expect(clippy::exhaustive_structs, reason = "a moment is a number and nothing else")]
 pub struct Millis(pub u64);
 
 impl Millis {
