@@ -1,4 +1,8 @@
-#![doc = include_str!("../README.md")]
+#![cfg_attr(all(feature = "axum", feature = "redis"), doc = include_str!("../README.md"))]
+#![cfg_attr(
+    not(all(feature = "axum", feature = "redis")),
+    doc = "The idempotency-key layer for tower and axum: retries of a payment made safe."
+)]
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
 mod config;

@@ -18,7 +18,7 @@ use tower_idempotency::record::{
     Claim, ClaimOutcome, CompleteOutcome, Completion, Release, ReleaseOutcome, RenewOutcome,
     Renewal, Resolution, ResolveOutcome,
 };
-use tower_idempotency::store::{Fault, Faulty, Gate, StoreFuture, Verb};
+use tower_idempotency::store::{Fault, Faulty, StoreFuture, Verb};
 use tower_idempotency::{
     Config, ConfigBuilder, Execution, IdempotencyLayer, Lease, MemoryStore, Recovery, Scope,
     StorageKey, Store, StoreDown, StoreError, StoreErrorKind,
@@ -33,12 +33,12 @@ struct Server {
     store: TestStore,
     runs: Arc<Mutex<Vec<Execution>>>,
     /// What the handler waits for after its effect, if anything.
-    gate: Option<Gate2>,
+    gate: Option<HandlerGate>,
 }
 
 /// A gate of the handler: it says that it was reached, and waits.
 #[derive(Clone, Default)]
-struct Gate2 {
+struct HandlerGate {
     reached: Arc<Notify>,
     open: Arc<Notify>,
 }
@@ -77,8 +77,8 @@ impl Server {
         Self { layer, store, runs: Arc::default(), gate: None }
     }
 
-    fn gated(mut self) -> (Self, Gate2) {
-        let gate = Gate2::default();
+    fn gated(mut self) -> (Self, HandlerGate) {
+        let gate = HandlerGate::default();
         self.gate = Some(gate.clone());
         (self, gate)
     }
@@ -103,7 +103,7 @@ impl Server {
                     gate.reached.notify_one();
                     gate.open.notified().await;
                 }
-                let mut response = Response::new(Full::from(format!("run {run}")));
+                let mut response = Response::new(Full::<Bytes>::from(format!("run {run}")));
                 *response.status_mut() = StatusCode::CREATED;
                 Ok::<_, Infallible>(response)
             }
@@ -403,10 +403,18 @@ impl Store for Transactional {
     fn name(&self) -> &'static str {
         "transactional"
     }
-    fn claim<'a>(&'a self, key: StorageKey, claim: &'a Claim) -> StoreFuture<'a, ClaimOutcome<Lease>> {
+    fn claim<'a>(
+        &'a self,
+        key: StorageKey,
+        claim: &'a Claim,
+    ) -> StoreFuture<'a, ClaimOutcome<Lease>> {
         Box::pin(async move { Ok(self.store.claim(key, claim).await?.map(Lease::repeatable)) })
     }
-    fn renew<'a>(&'a self, lease: &'a Lease, renewal: &'a Renewal) -> StoreFuture<'a, RenewOutcome> {
+    fn renew<'a>(
+        &'a self,
+        lease: &'a Lease,
+        renewal: &'a Renewal,
+    ) -> StoreFuture<'a, RenewOutcome> {
         self.store.renew(lease, renewal)
     }
     fn complete<'a>(
@@ -420,12 +428,20 @@ impl Store for Transactional {
                 let terms = completion.terms;
                 let verdict = tower_idempotency::record::Verdict::NoEffect;
                 self.store.release(lease, &Release { terms, verdict }).await?;
-                return Err(StoreError::new(StoreErrorKind::RolledBack, "transactional", "complete"));
+                return Err(StoreError::new(
+                    StoreErrorKind::RolledBack,
+                    "transactional",
+                    "complete",
+                ));
             }
             self.store.complete(lease, completion).await
         })
     }
-    fn release<'a>(&'a self, lease: &'a Lease, release: &'a Release) -> StoreFuture<'a, ReleaseOutcome> {
+    fn release<'a>(
+        &'a self,
+        lease: &'a Lease,
+        release: &'a Release,
+    ) -> StoreFuture<'a, ReleaseOutcome> {
         self.store.release(lease, release)
     }
     fn resolve<'a>(
@@ -453,7 +469,7 @@ async fn pay_transactional(conflicts: usize) -> (Answer, usize) {
                 let body = request.into_body().collect().await.unwrap().to_bytes();
                 let run = runs.fetch_add(1, Ordering::SeqCst) + 1;
                 let text = format!("run {run} of {}", String::from_utf8_lossy(&body));
-                Ok::<_, Infallible>(Response::new(Full::from(text)))
+                Ok::<_, Infallible>(Response::new(Full::<Bytes>::from(text)))
             }
         })
     };
