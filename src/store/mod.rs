@@ -14,6 +14,10 @@
 //!
 //! There is no verb that only reads: it would invite "check, then act".
 
+#[cfg(feature = "conformance")]
+pub mod conformance;
+#[cfg(feature = "conformance")]
+mod faulty;
 mod memory;
 #[cfg(feature = "redis")]
 pub mod redis;
@@ -25,6 +29,8 @@ use std::sync::Arc;
 
 use http::Extensions;
 
+#[cfg(feature = "conformance")]
+pub use faulty::{Fault, Faulty, Gate, Verb};
 pub use memory::{MemoryStore, MemoryStoreBuilder};
 
 use crate::error::StoreError;

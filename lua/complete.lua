@@ -1,0 +1,61 @@
+#!lua flags=allow-oom
+--[[ Stores the response and ends the lease.
+     One script, because only the last holder may write, and only while nobody has taken over.
+     It may exceed maxmemory: the effect has happened, and losing its answer helps nobody.
+
+  KEYS[1]  record        (string; the layout stands in src/record/codec.rs)
+  ARGV[1]  fingerprints  (1 to 4 times 36 bytes: recipe id and digest, the current one first)
+  ARGV[2]  owner         (32 bytes: holder 16, attempt 4, fence 6, created 6, as in the record)
+  ARGV[3]  retention     (milliseconds)
+  ARGV[4]  response      (bytes, opaque, at least one)
+  Returns  1 stored
+         | 2 healed
+         | 3 restored
+         | 4 superseded, response
+         | 5 mismatch
+         | 6 lost
+         | 7 unreadable
+]]
+local time = redis.call('TIME')
+local key, prints, owner = KEYS[1], ARGV[1], ARGV[2]
+local retention, response = ARGV[3], ARGV[4]
+
+local sub = string.sub
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+-- A checkpoint is for a later attempt, and there will be none: its length is 0 from here on.
+local ended = struct.pack('>I6I4I4', now, 0, 0)
+
+local record = redis.call('GET', key)
+if not record then
+  redis.call('SET', key, '\1\4' .. sub(prints, 1, 36) .. owner .. ended .. response,
+    'PX', retention)
+  return {3}
+end
+
+local version, state = string.byte(record, 1, 2)
+if version ~= 1 or #record < 84 then return {7} end
+local noted = struct.unpack('>I4', record, 81)
+local answer = #record - 84 - noted
+if state < 1 or state > 4 or answer < 0 or (answer > 0) ~= (state == 4) then return {7} end
+
+local mine = sub(record, 39, 54) == sub(owner, 1, 16)
+if state == 4 then
+  local stored = sub(record, 85 + noted)
+  if mine then
+    if stored == response then return {1} end
+    return {6}
+  end
+  local recipe = sub(record, 3, 6)
+  for i = 1, #prints, 36 do
+    if sub(prints, i, i + 3) == recipe then
+      if sub(prints, i + 4, i + 35) == sub(record, 7, 38) then return {4, stored} end
+      break
+    end
+  end
+  return {5}
+end
+
+if not mine or state == 2 then return {6} end
+redis.call('SET', key, '\1\4' .. sub(record, 3, 70) .. ended .. response, 'PX', retention)
+if state == 3 then return {2} end
+return {1}

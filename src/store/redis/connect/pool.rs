@@ -1,0 +1,84 @@
+//! A pool that the program runs already.
+//!
+//! Each check-out costs a round trip of its own (deadpool sends a PING), so this is for programs
+//! that have a pool, not for speed.
+
+use std::time::Duration;
+
+use ::deadpool_redis::{Connection, Pool};
+use ::redis::Value;
+use tokio::sync::Semaphore;
+use tokio::time::timeout;
+
+use super::{Failure, TooLong, Urgency, is_readonly};
+use crate::store::redis::script::Call;
+
+/// The pool, and a cap on the claims in it.
+pub(in crate::store::redis) struct Pooled {
+    pool: Pool,
+    /// Claims may use all slots but one, so that a renewal or a completion finds one.
+    claims: Semaphore,
+    call_timeout: Duration,
+}
+
+impl Pooled {
+    pub(in crate::store::redis) fn new(pool: Pool, call_timeout: Duration) -> Self {
+        let slots = pool.status().max_size.saturating_sub(1).clamp(1, Semaphore::MAX_PERMITS);
+        Self { pool, claims: Semaphore::new(slots), call_timeout }
+    }
+
+    /// Runs a script.
+    ///
+    /// # Cancel safety
+    /// A connection whose call was dropped half-way leaves the pool, as one that timed out does.
+    pub(super) async fn run(&self, call: &Call, urgency: Urgency) -> Result<Value, Failure> {
+        let limit = self.call_timeout;
+        let waiting = async {
+            let turn = match urgency {
+                // The semaphore is never closed; without it a claim would only wait for less.
+                Urgency::Ordinary => self.claims.acquire().await.ok(),
+                Urgency::Urgent => None,
+            };
+            self.pool.get().await.map(|connection| (turn, Slot(Some(connection))))
+        };
+        // `_turn` is held until the end: one claim, one slot.
+        let (_turn, mut slot) = match timeout(limit, waiting).await {
+            Ok(Ok(given)) => given,
+            Ok(Err(error)) => return Err(Failure::NotSent(error.into())),
+            Err(_) => return Err(Failure::NotSent(TooLong::Slot(limit).into())),
+        };
+        let Some(connection) = &mut slot.0 else { return Err(Failure::NotSent("no slot".into())) };
+        let failure = match timeout(limit, call.send(connection)).await {
+            Ok(Ok(value)) => {
+                slot.give_back();
+                return Ok(value);
+            }
+            Ok(Err(error)) => Failure::of_reply(error),
+            Err(_) => Failure::NoAnswer(TooLong::Reply(limit).into()),
+        };
+        if matches!(&failure, Failure::Refused(error) if !is_readonly(error)) {
+            slot.give_back();
+        }
+        Err(failure)
+    }
+}
+
+/// A connection that leaves the pool for good unless it is given back.
+///
+/// One that timed out, broke, or whose call was dropped may be silent; one to a replica refuses
+/// every write and still answers the pool's PING.
+struct Slot(Option<Connection>);
+
+impl Slot {
+    fn give_back(mut self) {
+        drop(self.0.take());
+    }
+}
+
+impl Drop for Slot {
+    fn drop(&mut self) {
+        if let Some(connection) = self.0.take() {
+            drop(Connection::take(connection));
+        }
+    }
+}

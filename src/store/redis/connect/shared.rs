@@ -1,0 +1,257 @@
+//! One multiplexed connection for the whole process, watched and replaced.
+//!
+//! A connection that stays open and answers nothing, and one to a demoted primary, look healthy to
+//! redis-rs for ever. So this counts time-outs, reads refusals, and makes a new connection: in the
+//! background, one at a time, with pauses between attempts, so that a server that comes back is not
+//! met by a storm.
+
+use std::fmt;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use ::redis::aio::MultiplexedConnection;
+use ::redis::{RedisError, RedisResult, Value};
+use tokio::sync::watch;
+use tokio::time::{Instant, timeout, timeout_at};
+
+use super::{Dialer, Failure, TooLong, is_readonly};
+use crate::store::redis::script::Call;
+
+/// How many calls in a row may go unanswered before the connection counts as silent. One is an
+/// accident and two are bad luck; and a needless replacement costs only a handshake.
+const SILENT_AFTER: u32 = 3;
+
+/// The pause after the first failed attempt to connect; it doubles with each further one.
+const FIRST_PAUSE: Duration = Duration::from_millis(50);
+
+/// The longest pause: a server that is back is found within a second.
+const LONGEST_PAUSE: Duration = Duration::from_secs(1);
+
+/// The shared connection. Clones share it.
+#[derive(Clone)]
+pub(in crate::store::redis) struct Shared(Arc<Inner>);
+
+struct Inner {
+    dialer: Dialer,
+    call_timeout: Duration,
+    state: Mutex<State>,
+}
+
+struct State {
+    line: Option<Arc<Line>>,
+    /// Closed when the attempt that is under way ends.
+    dialing: Option<watch::Receiver<()>>,
+    failed: u32,
+    not_before: Instant,
+    last_failure: Option<Arc<RedisError>>,
+}
+
+/// A connection and how long it has been silent.
+struct Line {
+    connection: MultiplexedConnection,
+    unanswered: AtomicU32,
+}
+
+impl Line {
+    fn new(connection: MultiplexedConnection) -> Arc<Self> {
+        Arc::new(Self { connection, unanswered: AtomicU32::new(0) })
+    }
+}
+
+/// Why there is no connection: what the last attempt said.
+struct NoConnection(Option<Arc<RedisError>>);
+
+impl fmt::Debug for NoConnection {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
+impl fmt::Display for NoConnection {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.0 {
+            Some(error) => write!(f, "no connection: {error}"),
+            None => f.write_str("no connection"),
+        }
+    }
+}
+
+impl std::error::Error for NoConnection {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        self.0.as_deref().map(|error| error as _)
+    }
+}
+
+impl Shared {
+    /// Connects, so that an address where nobody is shows at the start of the program.
+    pub(in crate::store::redis) async fn connect(
+        dialer: Dialer,
+        call_timeout: Duration,
+    ) -> RedisResult<Self> {
+        let connection = dialer.dial().await?;
+        let state = State {
+            line: Some(Line::new(connection)),
+            dialing: None,
+            failed: 0,
+            not_before: Instant::now(),
+            last_failure: None,
+        };
+        Ok(Self(Arc::new(Inner { dialer, call_timeout, state: Mutex::new(state) })))
+    }
+
+    /// Runs a script.
+    ///
+    /// # Cancel safety
+    /// redis-rs matches replies to calls in order and throws the reply of a dropped call away.
+    pub(super) async fn run(&self, call: &Call) -> Result<Value, Failure> {
+        let line = self.line().await?;
+        let mut connection = line.connection.clone();
+        let limit = self.0.call_timeout;
+        let failure = match timeout(limit, call.send(&mut connection)).await {
+            Ok(Ok(value)) => {
+                line.answered();
+                return Ok(value);
+            }
+            Ok(Err(error)) => Failure::of_reply(error),
+            Err(_) => {
+                if line.unanswered.fetch_add(1, Ordering::Relaxed) + 1 >= SILENT_AFTER {
+                    self.replace(&line, "it does not answer");
+                }
+                return Err(Failure::NoAnswer(TooLong::Reply(limit).into()));
+            }
+        };
+        match &failure {
+            Failure::Refused(error) => {
+                line.answered();
+                if is_readonly(error) {
+                    self.look_for_primary(&line);
+                }
+            }
+            Failure::NoAnswer(_) => self.replace(&line, "it broke"),
+            Failure::NotSent(_) => {}
+        }
+        Err(failure)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        // No code that can panic runs while the state is half changed.
+        self.0.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The connection, or the next one if it is on its way.
+    async fn line(&self) -> Result<Arc<Line>, Failure> {
+        let limit = self.0.call_timeout;
+        let mut dialing = {
+            let mut state = self.lock();
+            if let Some(line) = &state.line {
+                return Ok(Arc::clone(line));
+            }
+            match self.dial(&mut state) {
+                Some(dialing) => dialing,
+                None => return Err(state.no_connection()),
+            }
+        };
+        // Nothing is ever sent on this channel: it closes when the attempt has ended.
+        if timeout_at(Instant::now() + limit, dialing.changed()).await.is_err() {
+            return Err(Failure::NotSent(TooLong::Connection(limit).into()));
+        }
+        let state = self.lock();
+        match &state.line {
+            Some(line) => Ok(Arc::clone(line)),
+            None => Err(state.no_connection()),
+        }
+    }
+
+    /// Drops a connection that is of no use any more, and begins to make the next one.
+    fn replace(&self, line: &Arc<Line>, reason: &'static str) {
+        let mut state = self.lock();
+        // Many calls fail with one connection; the first to say so is enough.
+        if state.line.as_ref().is_some_and(|current| Arc::ptr_eq(current, line)) {
+            tracing::warn!(reason, "the connection to Redis is replaced");
+            state.line = None;
+            self.dial(&mut state);
+        }
+    }
+
+    /// Makes a new connection beside one that reaches a replica. That one stays until then: it still
+    /// answers, and answers fast.
+    fn look_for_primary(&self, line: &Arc<Line>) {
+        let mut state = self.lock();
+        if state.line.as_ref().is_some_and(|current| Arc::ptr_eq(current, line))
+            && self.dial(&mut state).is_some()
+        {
+            // The next connection may reach the same replica; not more than one attempt a second.
+            state.not_before = Instant::now() + LONGEST_PAUSE;
+        }
+    }
+
+    /// Begins an attempt to connect, or joins the one that is under way. `None` in the pause after
+    /// a failed one.
+    fn dial(&self, state: &mut State) -> Option<watch::Receiver<()>> {
+        if let Some(dialing) = &state.dialing
+            && dialing.has_changed().is_ok()
+        {
+            return Some(dialing.clone());
+        }
+        if Instant::now() < state.not_before {
+            return None;
+        }
+        let (done, dialing) = watch::channel(());
+        state.dialing = Some(dialing.clone());
+        let this = self.clone();
+        // A task of its own, since the call that began it may be dropped while others wait for it.
+        // Nobody joins it: it ends within the time limit for connecting.
+        tokio::spawn(async move {
+            let made = this.0.dialer.dial().await;
+            let mut state = this.lock();
+            match made {
+                Ok(connection) => {
+                    state.line = Some(Line::new(connection));
+                    state.failed = 0;
+                    state.last_failure = None;
+                }
+                Err(error) => {
+                    state.not_before = Instant::now() + pause_after(state.failed);
+                    state.failed = state.failed.saturating_add(1);
+                    state.last_failure = Some(Arc::new(error));
+                }
+            }
+            state.dialing = None;
+            drop(state);
+            drop(done);
+        });
+        Some(dialing)
+    }
+}
+
+impl Line {
+    fn answered(&self) {
+        // A plain look first: a store would take the cache line from the other cores each time.
+        if self.unanswered.load(Ordering::Relaxed) != 0 {
+            self.unanswered.store(0, Ordering::Relaxed);
+        }
+    }
+}
+
+impl State {
+    fn no_connection(&self) -> Failure {
+        Failure::NotSent(Box::new(NoConnection(self.last_failure.clone())))
+    }
+}
+
+fn pause_after(failed: u32) -> Duration {
+    FIRST_PAUSE.saturating_mul(1 << failed.min(10)).min(LONGEST_PAUSE)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_pause_between_attempts_grows_and_is_bounded() {
+        let pauses: Vec<_> = (0..8).map(|failed| pause_after(failed).as_millis()).collect();
+        assert_eq!(pauses, [50, 100, 200, 400, 800, 1000, 1000, 1000]);
+        assert_eq!(pause_after(u32::MAX), LONGEST_PAUSE);
+    }
+}

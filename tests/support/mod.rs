@@ -1,0 +1,7 @@
+//! What several test programs share.
+
+#![allow(dead_code, reason = "each test program uses a part of it")]
+#![allow(unreachable_pub, reason = "each test program has this as a module of its own")]
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on panics")]
+
+pub mod redis;

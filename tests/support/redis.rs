@@ -1,0 +1,182 @@
+//! A real Redis server of one's own: on a free port, in a folder of its own, gone with the test.
+
+use std::fs::File;
+use std::net::TcpListener;
+use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicU16, Ordering};
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+use tempfile::TempDir;
+
+/// How long a server may take until it answers; it takes some hundredths of a second.
+const START_LIMIT: Duration = Duration::from_secs(20);
+
+/// Ports above this one are those a system hands out for outgoing connections; and a cluster node
+/// needs its port plus 10,000.
+const PORTS: std::ops::Range<u16> = 20_000..55_000;
+
+/// A running server.
+#[derive(Debug)]
+pub struct RedisServer {
+    child: Child,
+    port: u16,
+    folder: TempDir,
+    options: Vec<String>,
+}
+
+impl RedisServer {
+    /// Starts a server without persistence.
+    pub fn start() -> Self {
+        Self::start_with(&[])
+    }
+
+    /// Starts a server with further command line options.
+    pub fn start_with(options: &[&str]) -> Self {
+        // Between the look at a port and the start somebody else may take it: then another one.
+        for _ in 0..20 {
+            let folder = tempfile::tempdir().expect("a folder for the server");
+            let options: Vec<String> = options.iter().map(|&option| option.to_owned()).collect();
+            let port = free_port();
+            let child = launch(port, &folder, &options);
+            let mut server = Self { child, port, folder, options };
+            if server.wait_until_ready() {
+                return server;
+            }
+            let log = std::fs::read_to_string(server.folder.path().join("log")).unwrap_or_default();
+            assert!(log.contains("in use"), "redis-server does not start; it said: {log}");
+        }
+        panic!("no free port for redis-server")
+    }
+
+    /// The address, for clients.
+    pub fn url(&self) -> String {
+        format!("redis://127.0.0.1:{}/", self.port)
+    }
+
+    /// The port.
+    pub fn port(&self) -> u16 {
+        self.port
+    }
+
+    /// Freezes the server: connections stay open, and nothing answers.
+    pub fn stop(&self) {
+        self.signal("STOP");
+    }
+
+    /// Lets a frozen server go on.
+    pub fn cont(&self) {
+        self.signal("CONT");
+    }
+
+    /// Kills the server; its data is gone.
+    pub fn kill(&mut self) {
+        self.child.kill().expect("the server can be killed");
+        self.child.wait().expect("the server ends");
+    }
+
+    /// Starts it again, empty, on the same port.
+    pub fn restart(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+        self.child = launch(self.port, &self.folder, &self.options);
+        assert!(self.wait_until_ready(), "the server starts again");
+    }
+
+    /// Runs `redis-cli` and gives what it printed, without the last line end.
+    #[track_caller]
+    pub fn cli(&self, arguments: &[&str]) -> String {
+        let output = Command::new("redis-cli")
+            .args(["-h", "127.0.0.1", "-p", &self.port.to_string()])
+            .args(arguments)
+            .output()
+            .unwrap_or_else(|error| missing("redis-cli", &error));
+        assert!(output.status.success(), "redis-cli {arguments:?}: {output:?}");
+        String::from_utf8_lossy(&output.stdout).trim_end().to_owned()
+    }
+
+    /// A counter of the server's, for example `cmdstat_eval`: how often a command was called.
+    #[track_caller]
+    pub fn calls_of(&self, command: &str) -> u64 {
+        let stats = self.cli(&["info", "commandstats"]);
+        let start = format!("cmdstat_{command}:calls=");
+        let line = stats.lines().find_map(|line| line.strip_prefix(&start));
+        line.map_or(0, |rest| rest.split(',').next().unwrap().parse().unwrap())
+    }
+
+    fn signal(&self, name: &str) {
+        let status = Command::new("kill")
+            .args([&format!("-{name}"), &self.child.id().to_string()])
+            .status()
+            .expect("kill runs");
+        assert!(status.success(), "kill -{name}");
+    }
+
+    /// Waits until the server answers, and is the one that was started: one left over from another
+    /// test would make every result false.
+    fn wait_until_ready(&mut self) -> bool {
+        let deadline = Instant::now() + START_LIMIT;
+        let port = self.port.to_string();
+        let pid = format!("process_id:{}", self.child.id());
+        while Instant::now() < deadline {
+            if self.child.try_wait().expect("the server can be looked at").is_some() {
+                return false;
+            }
+            let output = Command::new("redis-cli")
+                .args(["-h", "127.0.0.1", "-p", &port, "info", "server"])
+                .output()
+                .unwrap_or_else(|error| missing("redis-cli", &error));
+            let said = String::from_utf8_lossy(&output.stdout);
+            if said.lines().any(|line| line.trim_end() == pid) {
+                return true;
+            }
+            assert!(!said.contains("process_id:"), "another server answers on port {port}");
+            sleep(Duration::from_millis(10));
+        }
+        false
+    }
+}
+
+impl Drop for RedisServer {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn launch(port: u16, folder: &TempDir, options: &[String]) -> Child {
+    let log = File::create(folder.path().join("log")).expect("a log file");
+    let errors = log.try_clone().expect("a log file");
+    Command::new("redis-server")
+        .args(["--port", &port.to_string(), "--bind", "127.0.0.1"])
+        .args(["--save", "", "--appendonly", "no"])
+        .arg("--dir")
+        .arg(folder.path())
+        .args(options)
+        .stdin(Stdio::null())
+        .stdout(log)
+        .stderr(errors)
+        .spawn()
+        .unwrap_or_else(|error| missing("redis-server", &error))
+}
+
+fn free_port() -> u16 {
+    static NEXT: AtomicU16 = AtomicU16::new(0);
+    let width = PORTS.end - PORTS.start;
+    // Test programs run side by side: each begins somewhere else.
+    let offset = u16::try_from(std::process::id() % u32::from(width)).unwrap_or_default();
+    loop {
+        let step = NEXT.fetch_add(1, Ordering::Relaxed);
+        let port = PORTS.start + offset.wrapping_add(step.wrapping_mul(7)) % width;
+        if TcpListener::bind(("127.0.0.1", port)).is_ok() {
+            return port;
+        }
+    }
+}
+
+fn missing(program: &str, error: &std::io::Error) -> ! {
+    panic!(
+        "{program} cannot be run ({error}). These tests need a real Redis 7: `tests/run` says how to \
+         get one, and runs everything."
+    )
+}
