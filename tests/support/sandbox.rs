@@ -4,9 +4,9 @@ use std::io::{BufRead as _, BufReader, Read as _};
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::thread;
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use http::{HeaderMap, Method, Request, StatusCode};
@@ -28,33 +28,28 @@ pub(crate) struct Sandbox {
     directory: Option<tempfile::TempDir>,
 }
 
-/// The built example; plain `cargo test` builds it before it runs any test.
-fn program() -> PathBuf {
-    let test = std::env::current_exe().expect("a test knows its own path");
-    let profile = test.ancestors().nth(2).expect("target/<profile>/deps/test");
-    let program = profile.join("examples").join("payments");
-    let how = "run `cargo test` without --test, or `cargo build --example payments` before it";
-    let built = program.metadata().and_then(|found| found.modified());
-    let built = built.unwrap_or_else(|_| panic!("no {}: {how}", program.display()));
-    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
-    for sources in ["src", "examples/payments"] {
-        let newest = newest_below(&root.join(sources));
-        assert!(newest <= built, "{} is older than {sources}/: {how}", program.display());
-    }
-    program
-}
-
-fn newest_below(directory: &Path) -> SystemTime {
-    let entries = directory.read_dir().expect("sources are readable");
-    let times = entries.map(|entry| {
-        let entry = entry.expect("sources are readable");
-        let data = entry.metadata().expect("sources are readable");
-        match data.is_dir() {
-            true => newest_below(&entry.path()),
-            false => data.modified().expect("files have a time"),
+/// The built example. Builds it first, since cargo does not always do that before it runs tests,
+/// and an old one would answer for code that is gone.
+fn program() -> &'static Path {
+    static PROGRAM: OnceLock<PathBuf> = OnceLock::new();
+    PROGRAM.get_or_init(|| {
+        let test = std::env::current_exe().expect("a test knows its own path");
+        let profile = test.ancestors().nth(2).expect("target/<profile>/deps/test");
+        let mut build = Command::new(env!("CARGO"));
+        build.args(["build", "--quiet", "--example", "payments", "--manifest-path"]);
+        build.arg(Path::new(env!("CARGO_MANIFEST_DIR")).join("Cargo.toml"));
+        build.arg("--target-dir").arg(profile.parent().expect("target"));
+        // The same features as this test was built with: most of the time there is nothing to do.
+        if cfg!(feature = "conformance") {
+            build.args(["--features", "conformance"]);
         }
-    });
-    times.max().unwrap_or(SystemTime::UNIX_EPOCH)
+        if profile.ends_with("release") {
+            build.arg("--release");
+        }
+        let built = build.stdin(Stdio::null()).status().expect("cargo can be started");
+        assert!(built.success(), "the example does not build");
+        profile.join("examples").join("payments")
+    })
 }
 
 fn command(args: &[&str]) -> Command {
