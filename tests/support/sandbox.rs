@@ -1,12 +1,14 @@
 //! Starts the payments sandbox as a process of its own and speaks HTTP to it, as its users do.
 
+#![allow(dead_code, reason = "each test program uses a part of it")]
+
 use std::io::{BufRead as _, BufReader, Read as _};
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::{Arc, Mutex};
 use std::thread;
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use http::{HeaderMap, Method, Request, StatusCode};
@@ -28,33 +30,22 @@ pub(crate) struct Sandbox {
     directory: Option<tempfile::TempDir>,
 }
 
-/// The built example; plain `cargo test` builds it before it runs any test.
+/// The built example; plain `cargo test` builds it before it runs any test, `--test` does not.
 fn program() -> PathBuf {
     let test = std::env::current_exe().expect("a test knows its own path");
     let profile = test.ancestors().nth(2).expect("target/<profile>/deps/test");
     let program = profile.join("examples").join("payments");
-    let how = "run `cargo test` without --test, or `cargo build --example payments` before it";
+    let how = "run `cargo build --example payments`";
     let built = program.metadata().and_then(|found| found.modified());
     let built = built.unwrap_or_else(|_| panic!("no {}: {how}", program.display()));
-    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
-    for sources in ["src", "examples/payments"] {
-        let newest = newest_below(&root.join(sources));
-        assert!(newest <= built, "{} is older than {sources}/: {how}", program.display());
+    // Cargo writes beside it what it was made from.
+    let made_from = std::fs::read_to_string(program.with_extension("d")).unwrap_or_default();
+    for source in made_from.split_whitespace().skip(1) {
+        let changed = Path::new(source).metadata().and_then(|source| source.modified());
+        let fresh = changed.map_or(true, |changed| changed <= built);
+        assert!(fresh, "{} is older than {source}: {how}", program.display());
     }
     program
-}
-
-fn newest_below(directory: &Path) -> SystemTime {
-    let entries = directory.read_dir().expect("sources are readable");
-    let times = entries.map(|entry| {
-        let entry = entry.expect("sources are readable");
-        let data = entry.metadata().expect("sources are readable");
-        match data.is_dir() {
-            true => newest_below(&entry.path()),
-            false => data.modified().expect("files have a time"),
-        }
-    });
-    times.max().unwrap_or(SystemTime::UNIX_EPOCH)
 }
 
 fn command(args: &[&str]) -> Command {
@@ -137,6 +128,13 @@ impl Sandbox {
             thread::sleep(Duration::from_millis(5));
         };
         Self { child, address, ledger: ledger.to_owned(), output, errors, directory: None }
+    }
+
+    /// Starts on the ledger of one that has ended.
+    pub(crate) fn start_again(mut ended: Self, args: &[&str]) -> Self {
+        let mut sandbox = Self::start_on(&ended.ledger, args);
+        sandbox.directory = ended.directory.take();
+        sandbox
     }
 
     /// What it has written to standard output and standard error so far.
