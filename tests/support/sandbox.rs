@@ -1,5 +1,7 @@
 //! Starts the payments sandbox as a process of its own and speaks HTTP to it, as its users do.
 
+#![allow(dead_code, reason = "each test program uses a part of it")]
+
 use std::io::{BufRead as _, BufReader, Read as _};
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
@@ -132,6 +134,13 @@ impl Sandbox {
             thread::sleep(Duration::from_millis(5));
         };
         Self { child, address, ledger: ledger.to_owned(), output, errors, directory: None }
+    }
+
+    /// Starts on the ledger of one that has ended.
+    pub(crate) fn start_again(mut ended: Self, args: &[&str]) -> Self {
+        let mut sandbox = Self::start_on(&ended.ledger, args);
+        sandbox.directory = ended.directory.take();
+        sandbox
     }
 
     /// What it has written to standard output and standard error so far.
