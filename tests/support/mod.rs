@@ -5,3 +5,4 @@
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on panics")]
 
 pub mod redis;
+pub mod relay;

@@ -1,0 +1,648 @@
+//! The stores agree with the protocol.
+//!
+//! Thousands of random sequences of operations run against three worlds at once: the protocol as a
+//! pure function over encoded bytes, the memory store, and Redis. Every outcome is compared, and for
+//! Redis the stored bytes and the time to live as well.
+//!
+//! Real time passes, and still nothing depends on it: every lease and every retention is either a
+//! millisecond, and over by the next round, or many minutes. Only the numbers that are times
+//! (fences, moments, what is left of a lease) are compared with a tolerance, and then taken over
+//! from Redis, so that the model goes on from what is really stored.
+//!
+//! `TOWER_IDEMPOTENCY_SEED` repeats a run; `TOWER_IDEMPOTENCY_SEQUENCES` makes it longer.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on panics")]
+
+mod support;
+
+use std::env;
+use std::fmt::Debug;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use bytes::Bytes;
+use futures_util::future::join_all;
+use rand::rngs::StdRng;
+use rand::seq::IndexedRandom as _;
+use rand::{Rng as _, SeedableRng as _};
+use support::redis::RedisServer;
+use tower_idempotency::record::{
+    self, Change, Claim, ClaimOutcome, CompleteOutcome, Completion, Current, Expires, Finding,
+    Grant, Millis, OnExpired, Record, Release, Renewal, Resolution, State, Step, Terms, Unsettled,
+    Verdict,
+};
+use tower_idempotency::store::redis::redis::aio::MultiplexedConnection;
+use tower_idempotency::store::redis::redis::{self, Value};
+use tower_idempotency::{
+    Attempt, Fence, Fingerprint, Fingerprints, HolderId, Lease, MemoryStore, RecipeId, RedisStore,
+    StorageKey, Store,
+};
+
+const SEQUENCES: usize = 2_000;
+const ROUNDS: usize = 14;
+
+/// Long enough for a millisecond to be over on any of the clocks.
+const BETWEEN_ROUNDS: Duration = Duration::from_millis(8);
+
+/// A lease or a retention that is over by the next round.
+const TINY: Duration = Duration::from_millis(1);
+
+/// How far two readings of the clock may be apart that belong to one operation. Every length of
+/// time that is not tiny differs from every other by more.
+const TOLERANCE: u64 = 20_000;
+
+const MINUTE: u64 = 60;
+
+/// How long the records last that the test itself puts there.
+const PUT_FOR: Duration = Duration::from_secs(200 * MINUTE);
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_stores_agree_with_the_protocol() {
+    let seed = env::var("TOWER_IDEMPOTENCY_SEED")
+        .map_or_else(|_| rand::random(), |seed| seed.parse().expect("a seed is a number"));
+    let sequences = env::var("TOWER_IDEMPOTENCY_SEQUENCES")
+        .map_or(SEQUENCES, |count| count.parse().expect("a count is a number"));
+    println!("TOWER_IDEMPOTENCY_SEED={seed}");
+
+    let server = RedisServer::start();
+    // Thousands of calls at once on a busy machine are not what the usual limit is for.
+    let patient = RedisStore::builder().call_timeout(Duration::from_secs(60));
+    let store = patient.connect(&server.url()).await.unwrap();
+    let client = redis::Client::open(server.url()).unwrap();
+    let config = redis::AsyncConnectionConfig::new().set_response_timeout(None);
+    let raw = client.get_multiplexed_async_connection_with_config(&config).await.unwrap();
+    let memory = MemoryStore::builder().max_records(sequences + 1).build().unwrap();
+
+    let mut worlds: Vec<Sequence> =
+        (0..sequences).map(|number| Sequence::new(seed, number)).collect();
+    let mut seen = Seen::default();
+    for round in 0..ROUNDS {
+        let steps = worlds.iter_mut().map(|sequence| {
+            let mut raw = raw.clone();
+            let (store, memory) = (&store, &memory);
+            async move {
+                let named = format!("seed {seed}, sequence {}, round {round}", sequence.number);
+                sequence.step(store, memory, &mut raw, &named).await
+            }
+        });
+        for outcome in join_all(steps).await {
+            seen.add(&outcome);
+        }
+        tokio::time::sleep(BETWEEN_ROUNDS).await;
+    }
+    if sequences >= SEQUENCES {
+        seen.assert_everything_was_reached();
+    }
+}
+
+/// Which outcomes came up: a test that never gets somewhere proves nothing about it.
+#[derive(Default)]
+struct Seen(std::collections::BTreeMap<String, usize>);
+
+impl Seen {
+    fn add(&mut self, outcome: &str) {
+        *self.0.entry(outcome.to_owned()).or_default() += 1;
+    }
+
+    fn assert_everything_was_reached(&self) {
+        for expected in [
+            "claim Acquired takeover=false",
+            "claim Acquired takeover=true",
+            "claim InFlight",
+            "claim Completed",
+            "claim Mismatch",
+            "claim Indeterminate",
+            "claim Unreadable",
+            "renew Renewed",
+            "renew Restored",
+            "renew Lost",
+            "renew Unreadable",
+            "complete Stored",
+            "complete Healed",
+            "complete Restored",
+            "complete Superseded",
+            "complete Mismatch",
+            "complete Lost",
+            "complete Unreadable",
+            "release Released",
+            "release NotHeld",
+            "release Unreadable",
+            "resolve Resolved",
+            "resolve Changed",
+            "resolve Unreadable",
+        ] {
+            assert!(self.0.contains_key(expected), "{expected} was never reached: {:?}", self.0);
+        }
+        println!("{:?}", self.0);
+    }
+}
+
+/// What the model holds under the key.
+#[derive(Clone, Debug)]
+enum Held {
+    Nothing,
+    Bytes { bytes: Bytes, expires: Millis },
+    ForeignType,
+}
+
+/// One key, its history, and its players.
+struct Sequence {
+    number: usize,
+    random: StdRng,
+    key: StorageKey,
+    held: Held,
+    /// In half of the sequences the test puts records and garbage under the key. The memory store
+    /// has no back door for that, so it plays in the other half.
+    with_garbage: bool,
+    holders: Vec<HolderId>,
+    /// What was granted, or made up: as Redis and as the memory store see it.
+    leases: Vec<(Lease, Lease)>,
+}
+
+enum Operation {
+    Claim(Claim),
+    Renew(usize, Renewal),
+    Complete(usize, Completion),
+    Release(usize, Release),
+    Resolve(Resolution),
+}
+
+impl Sequence {
+    fn new(seed: u64, number: usize) -> Self {
+        let mut random = StdRng::seed_from_u64(seed.wrapping_add(number as u64));
+        let mut key = [0; 24];
+        key[..8].copy_from_slice(&(number as u64).to_be_bytes());
+        let holders = (0..3).map(|_| HolderId::from_bytes(random.random())).collect();
+        Self {
+            number,
+            random,
+            key: StorageKey::from_bytes(key),
+            held: Held::Nothing,
+            with_garbage: number % 2 == 1,
+            holders,
+            leases: Vec::new(),
+        }
+    }
+
+    fn name(&self) -> String {
+        format!("idem:{{{}}}", self.key.to_text())
+    }
+
+    async fn step(
+        &mut self,
+        store: &RedisStore,
+        memory: &MemoryStore,
+        raw: &mut MultiplexedConnection,
+        named: &str,
+    ) -> String {
+        if self.with_garbage && self.random.random_bool(0.3) {
+            self.put_something(raw).await;
+        }
+        if self.leases.is_empty() || self.random.random_bool(0.1) {
+            self.make_up_a_lease();
+        }
+        let operation = self.draw_operation();
+        let now = now();
+        let before = self.held.clone();
+        let context = format!("{named}, before: {}, operation: {operation:?}", show(&before));
+
+        let (change, outcome) = match &operation {
+            Operation::Claim(claim) => {
+                let Step { change, outcome } = record::claim(self.current(now), now, claim);
+                let redis = store.claim(self.key, claim).await.expect(&context);
+                let previous = self.record_held(now).map(|record| record.fence);
+                assert_claims_agree("redis", &outcome, &redis, Some(previous), now, &context);
+                let memory = match self.with_garbage {
+                    true => None,
+                    false => Some(memory.claim(self.key, claim).await.expect(&context)),
+                };
+                if let Some(memory) = &memory {
+                    // Its fences are its own, and about as great.
+                    assert_claims_agree("memory", &outcome, memory, None, now, &context);
+                }
+                if let ClaimOutcome::Acquired(lease) = redis {
+                    let twin = match memory {
+                        Some(ClaimOutcome::Acquired(twin)) => twin,
+                        _ => lease.clone(),
+                    };
+                    self.leases.push((lease, twin));
+                }
+                (change, name_of_claim(&outcome))
+            }
+            Operation::Renew(of, renewal) => {
+                let (lease, twin) = &self.leases[*of];
+                let step = record::renew(self.current(now), now, lease.owner(), renewal);
+                let redis = store.renew(lease, renewal).await.expect(&context);
+                assert_eq!(redis, step.outcome, "redis, {context}");
+                if !self.with_garbage {
+                    let memory = memory.renew(twin, renewal).await.expect(&context);
+                    assert_eq!(memory, step.outcome, "memory, {context}");
+                }
+                (step.change, format!("renew {:?}", step.outcome))
+            }
+            Operation::Complete(of, completion) => {
+                let (lease, twin) = &self.leases[*of];
+                let step = record::complete(self.current(now), now, lease.owner(), completion);
+                let redis = store.complete(lease, completion).await.expect(&context);
+                assert_eq!(redis, step.outcome, "redis, {context}");
+                if !self.with_garbage {
+                    let memory = memory.complete(twin, completion).await.expect(&context);
+                    assert_eq!(memory, step.outcome, "memory, {context}");
+                }
+                let name = match step.outcome {
+                    CompleteOutcome::Superseded(_) => "complete Superseded".to_owned(),
+                    other => format!("complete {other:?}"),
+                };
+                (step.change, name)
+            }
+            Operation::Release(of, release) => {
+                let (lease, twin) = &self.leases[*of];
+                let step = record::release(self.current(now), now, lease.owner(), release);
+                let redis = store.release(lease, release).await.expect(&context);
+                assert_eq!(redis, step.outcome, "redis, {context}");
+                if !self.with_garbage {
+                    let memory = memory.release(twin, release).await.expect(&context);
+                    assert_eq!(memory, step.outcome, "memory, {context}");
+                }
+                (step.change, format!("release {:?}", step.outcome))
+            }
+            Operation::Resolve(resolution) => {
+                let step = record::resolve(self.current(now), now, resolution);
+                let redis = store.resolve(self.key, resolution).await.expect(&context);
+                assert_eq!(redis, step.outcome, "redis, {context}");
+                if !self.with_garbage {
+                    let memory = memory.resolve(self.key, resolution).await.expect(&context);
+                    assert_eq!(memory, step.outcome, "memory, {context}");
+                }
+                (step.change, format!("resolve {:?}", step.outcome))
+            }
+        };
+        self.apply(change, now);
+        self.compare_what_is_stored(raw, now, &context).await;
+        outcome
+    }
+
+    fn current(&self, now: Millis) -> Current {
+        match &self.held {
+            Held::Bytes { bytes, expires } if *expires > now => {
+                Current::from_stored(Some(bytes.clone()))
+            }
+            Held::Nothing | Held::Bytes { .. } => Current::Absent,
+            Held::ForeignType => Current::from_stored(Some(Bytes::new())),
+        }
+    }
+
+    fn record_held(&self, now: Millis) -> Option<Record> {
+        match self.current(now) {
+            Current::Present(record) => Some(record),
+            Current::Absent | Current::Unreadable(_) => None,
+        }
+    }
+
+    fn apply(&mut self, change: Change, now: Millis) {
+        let Change::Write { record, expires } = change else { return };
+        let before = match &self.held {
+            Held::Bytes { expires, .. } => *expires,
+            Held::Nothing | Held::ForeignType => now,
+        };
+        let expires = match expires {
+            Expires::At(at) => at,
+            Expires::AsBefore => before,
+        };
+        self.held = Held::Bytes { bytes: record.encode(), expires };
+    }
+
+    /// Compares Redis with the model, and takes the times over that Redis wrote.
+    async fn compare_what_is_stored(
+        &mut self,
+        raw: &mut MultiplexedConnection,
+        now: Millis,
+        context: &str,
+    ) {
+        let name = self.name();
+        let Held::Bytes { bytes, expires } = &self.held else {
+            let expected = if matches!(self.held, Held::ForeignType) { "list" } else { "none" };
+            let kind: String = redis::cmd("TYPE").arg(name).query_async(raw).await.expect(context);
+            return assert_eq!(kind, expected, "{context}");
+        };
+        let (bytes, expires) = (bytes.clone(), *expires);
+        let mut look = redis::pipe();
+        look.cmd("TYPE").arg(&name).cmd("GET").arg(&name).cmd("PTTL").arg(&name);
+        let (kind, stored, left): (String, Value, i64) =
+            look.query_async(raw).await.expect(context);
+        let is_brief = expires.since(now) <= Duration::from_millis(TOLERANCE);
+        if is_brief && (stored == Value::Nil || left == -2) {
+            return; // its millisecond is over already
+        }
+        assert_eq!(kind, "string", "{context}");
+        let Value::BulkString(stored) = stored else { panic!("{stored:?}, {context}") };
+        let expected_left = i64::try_from(expires.0.saturating_sub(now.0)).unwrap();
+        let apart = left.abs_diff(expected_left);
+        // `-1` would be a key without an expiry, which no script may ever leave.
+        assert!(left >= 0 && apart < TOLERANCE, "lives {left} ms, not {expected_left}, {context}");
+        let stored = Bytes::from(stored);
+        match (Record::decode(stored.clone()), Record::decode(bytes.clone())) {
+            (Ok(stored_record), Ok(record)) => {
+                let expected = with_times_of(&stored_record, record, now);
+                assert_eq!(stored_record, expected, "the stored record, {context}");
+                // What the test put there may carry a lease that its state does not use.
+                let canonical = stored_record.encode();
+                assert!(stored == canonical || stored == bytes, "{stored:?}, {context}");
+            }
+            _ => assert_eq!(stored, bytes, "the stored bytes, {context}"),
+        }
+        self.held = Held::Bytes { bytes: stored, expires };
+    }
+
+    /// Puts garbage, a damaged record, a record of another version, or any record under the key.
+    async fn put_something(&mut self, raw: &mut MultiplexedConnection) {
+        let name = self.name();
+        if self.random.random_bool(0.05) {
+            let _: () = redis::pipe()
+                .cmd("DEL")
+                .arg(&name)
+                .cmd("RPUSH")
+                .arg(&name)
+                .arg("foreign")
+                .cmd("PEXPIRE")
+                .arg(&name)
+                .arg(PUT_FOR.as_millis() as u64)
+                .query_async(raw)
+                .await
+                .unwrap();
+            self.held = Held::ForeignType;
+            return;
+        }
+        let mut bytes = self.draw_record().encode().to_vec();
+        match self.random.random_range(0..10) {
+            0 => {
+                let length = self.random.random_range(0..200);
+                bytes = (0..length).map(|_| self.random.random()).collect();
+            }
+            1 => bytes.truncate(self.random.random_range(0..=bytes.len())),
+            2 => bytes.extend((0..self.random.random_range(1..4)).map(|_| 7)),
+            3 => bytes[0] = self.random.random(),
+            4 => bytes[1] = self.random.random_range(0..7),
+            5 => bytes[80..84].copy_from_slice(&self.random.random::<[u8; 4]>()),
+            6 => bytes[83] = self.random.random_range(0..8),
+            _ => {}
+        }
+        let _: () = redis::cmd("SET")
+            .arg(&name)
+            .arg(&bytes)
+            .arg("PX")
+            .arg(PUT_FOR.as_millis() as u64)
+            .query_async(raw)
+            .await
+            .unwrap();
+        self.held = Held::Bytes { bytes: bytes.into(), expires: now().after(PUT_FOR) };
+    }
+
+    fn draw_record(&mut self) -> Record {
+        let now = now().0;
+        let minutes = |count: u64| count * MINUTE * 1_000;
+        // Far from now, so that no two readings of the clock disagree about it.
+        let moments = [0, now - minutes(90), now + minutes(90), now + minutes(5_000_000)];
+        let leases = [TINY, Duration::from_secs(10 * MINUTE), Duration::from_secs(80 * MINUTE)];
+        let at = Millis(*moments.choose(&mut self.random).unwrap());
+        let state = match self.random.random_range(0..4) {
+            0 => State::InFlight { until: at, lease: *leases.choose(&mut self.random).unwrap() },
+            1 => State::Open { since: at },
+            2 => State::Indeterminate { since: at },
+            _ => State::Completed { at, response: self.draw_bytes(1) },
+        };
+        let fences = [0, 1, now + minutes(90), (1 << 48) - 1];
+        Record {
+            fingerprint: *self.draw_fingerprints().as_slice().last().unwrap(),
+            holder: self.draw_holder(),
+            attempt: Attempt::from_number(*[1, 2, 255, u32::MAX].choose(&mut self.random).unwrap()),
+            fence: Fence::from_number(*fences.choose(&mut self.random).unwrap()),
+            created: Millis(*moments.choose(&mut self.random).unwrap()),
+            checkpoint: self.draw_bytes(0),
+            state,
+        }
+    }
+
+    fn make_up_a_lease(&mut self) {
+        let claim = self.draw_claim();
+        let grant = Grant {
+            attempt: Attempt::from_number(self.random.random_range(1..4)),
+            fence: Fence::from_number(self.random.random_range(0..1 << 48)),
+            created: Millis(self.random.random_range(0..1 << 48)),
+            takeover: false,
+            checkpoint: Bytes::new(),
+        };
+        let lease = Lease::new(self.key, &claim, grant);
+        self.leases.push((lease.clone(), lease));
+    }
+
+    fn draw_operation(&mut self) -> Operation {
+        let of = self.draw_lease();
+        match self.random.random_range(0..10) {
+            0..4 => Operation::Claim(self.draw_claim()),
+            4 => {
+                let checkpoint = self.random.random_bool(0.5).then(|| self.draw_bytes(0));
+                Operation::Renew(of, Renewal { terms: self.draw_terms(), checkpoint })
+            }
+            5..7 => {
+                let response = self.draw_bytes(1);
+                Operation::Complete(of, Completion { terms: self.draw_terms(), response })
+            }
+            7 => {
+                let verdict =
+                    *[Verdict::NoEffect, Verdict::Unknown].choose(&mut self.random).unwrap();
+                Operation::Release(of, Release { terms: self.draw_terms(), verdict })
+            }
+            _ => {
+                let owner = *self.leases[of].0.owner();
+                let happened = self.random.random_bool(0.5);
+                let right = self.random.random_bool(0.8);
+                Operation::Resolve(Resolution {
+                    holder: if right { owner.holder } else { self.draw_holder() },
+                    attempt: if right {
+                        owner.attempt
+                    } else {
+                        Attempt::from_number(self.random.random_range(1..4))
+                    },
+                    finding: match happened {
+                        true => Finding::Happened(self.draw_bytes(1)),
+                        false => Finding::NothingHappened,
+                    },
+                    terms: self.draw_terms(),
+                })
+            }
+        }
+    }
+
+    /// The latest lease most of the time.
+    fn draw_lease(&mut self) -> usize {
+        let last = self.leases.len() - 1;
+        if self.random.random_bool(0.6) { last } else { self.random.random_range(0..=last) }
+    }
+
+    fn draw_claim(&mut self) -> Claim {
+        Claim {
+            holder: self.draw_holder(),
+            fingerprints: self.draw_fingerprints(),
+            terms: self.draw_terms(),
+            on_expired: *[OnExpired::Refuse, OnExpired::Reexecute]
+                .choose(&mut self.random)
+                .unwrap(),
+        }
+    }
+
+    fn draw_holder(&mut self) -> HolderId {
+        if self.random.random_bool(0.05) {
+            return HolderId::NOBODY;
+        }
+        *self.holders.choose(&mut self.random).unwrap()
+    }
+
+    fn draw_terms(&mut self) -> Terms {
+        let mut draw = |tiny: f64, minutes: [u64; 2]| {
+            if self.random.random_bool(tiny) {
+                return TINY;
+            }
+            Duration::from_secs(minutes.choose(&mut self.random).unwrap() * MINUTE)
+        };
+        Terms {
+            lease: draw(0.5, [10, 15]),
+            retention: draw(0.1, [20, 40]),
+            unknown_retention: draw(0.1, [60, 90]),
+        }
+    }
+
+    /// One to four recipes, mostly with the usual body.
+    fn draw_fingerprints(&mut self) -> Fingerprints {
+        let body = if self.random.random_bool(0.9) { 1 } else { 2 };
+        let recipes: Vec<u8> = match self.random.random_range(0..20) {
+            0 => vec![9],
+            1 => vec![2],
+            2 => vec![2, 1],
+            3 => vec![5, 4, 3, 1],
+            4 => vec![1, 1, 2],
+            5..8 => vec![1, 2],
+            _ => vec![1],
+        };
+        let print = |recipe, body| {
+            Fingerprint::from_stored(RecipeId::from_bytes([recipe, 0, 255, 0]), [body; 32])
+        };
+        let mut fingerprints = Fingerprints::one(print(recipes[0], body));
+        for &recipe in &recipes[1..] {
+            // Of two by one recipe the first counts; nobody sends that, and all agree on it.
+            let body = if recipe == recipes[0] { body + 1 } else { body };
+            assert!(fingerprints.push(print(recipe, body)));
+        }
+        fingerprints
+    }
+
+    fn draw_bytes(&mut self, at_least: usize) -> Bytes {
+        let choices: [&[u8]; 5] = [b"", b"a", b"\0\0", b"\xff\r\n$1\r\n", &[b'x'; 300]];
+        Bytes::copy_from_slice(choices[at_least..].choose(&mut self.random).unwrap())
+    }
+}
+
+impl Debug for Operation {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Claim(claim) => claim.fmt(f),
+            Self::Renew(of, renewal) => write!(f, "lease {of}, {renewal:?}"),
+            Self::Complete(of, completion) => write!(f, "lease {of}, {completion:?}"),
+            Self::Release(of, release) => write!(f, "lease {of}, {release:?}"),
+            Self::Resolve(resolution) => resolution.fmt(f),
+        }
+    }
+}
+
+fn show(held: &Held) -> String {
+    match held {
+        Held::Nothing => "nothing".to_owned(),
+        Held::ForeignType => "a foreign type".to_owned(),
+        Held::Bytes { bytes, expires } => {
+            format!("{:?} until {expires:?}", Current::from_stored(Some(bytes.clone())))
+        }
+    }
+}
+
+fn now() -> Millis {
+    Millis(0).after(SystemTime::now().duration_since(UNIX_EPOCH).unwrap())
+}
+
+fn close(one: u64, other: u64) -> bool {
+    one.abs_diff(other) < TOLERANCE
+}
+
+/// True if a claim after `previous` may give `got` where the model gives `expected`: the greater of
+/// one more and the clock, which only the clock makes inexact.
+fn fence_fits(got: Fence, expected: Fence, previous: Option<Fence>, now: Millis) -> bool {
+    let from_clock = close(expected.number(), now.0) && previous.is_none_or(|fence| got > fence);
+    got == expected || from_clock && close(got.number(), expected.number())
+}
+
+fn name_of_claim(outcome: &ClaimOutcome<Grant>) -> String {
+    match outcome {
+        ClaimOutcome::Acquired(grant) => format!("claim Acquired takeover={}", grant.takeover),
+        ClaimOutcome::InFlight { .. } => "claim InFlight".to_owned(),
+        ClaimOutcome::Completed(_) => "claim Completed".to_owned(),
+        ClaimOutcome::Mismatch => "claim Mismatch".to_owned(),
+        ClaimOutcome::Indeterminate(_) => "claim Indeterminate".to_owned(),
+        ClaimOutcome::Unreadable => "claim Unreadable".to_owned(),
+    }
+}
+
+#[track_caller]
+fn assert_claims_agree(
+    store: &str,
+    expected: &ClaimOutcome<Grant>,
+    got: &ClaimOutcome<Lease>,
+    // The fence before, if there was one; `None` for a store that makes fences of its own.
+    previous: Option<Option<Fence>>,
+    now: Millis,
+    context: &str,
+) {
+    let got = got.clone().map(|lease| lease.grant().clone());
+    let agree = match (expected, &got) {
+        (ClaimOutcome::Acquired(expected), ClaimOutcome::Acquired(got)) => {
+            let fence_fits = match previous {
+                Some(previous) => fence_fits(got.fence, expected.fence, previous, now),
+                None => close(got.fence.number(), expected.fence.number()),
+            };
+            let created_fits = close(got.created.0, expected.created.0);
+            let rest = Grant { fence: got.fence, created: got.created, ..expected.clone() };
+            fence_fits && created_fits && rest == *got
+        }
+        (
+            ClaimOutcome::InFlight { remaining: expected },
+            ClaimOutcome::InFlight { remaining: got },
+        ) => close(expected.as_millis() as u64, got.as_millis() as u64),
+        (ClaimOutcome::Indeterminate(expected), ClaimOutcome::Indeterminate(got)) => {
+            close(expected.fence.number(), got.fence.number())
+                && Unsettled { fence: got.fence, ..*expected } == *got
+        }
+        (expected, got) => expected == got,
+    };
+    assert!(agree, "{store} says {got:?}, not {expected:?}, {context}");
+}
+
+/// The expected record with the times that were really written, where they are about right.
+fn with_times_of(stored: &Record, mut record: Record, now: Millis) -> Record {
+    let adopt = |expected: &mut Millis, got: Millis| {
+        if close(expected.0, got.0) {
+            *expected = got;
+        }
+    };
+    adopt(&mut record.created, stored.created);
+    // A fence that this operation made is the clock's; one that was there is exact.
+    if close(record.fence.number(), now.0) && close(stored.fence.number(), now.0) {
+        record.fence = stored.fence;
+    }
+    match (&mut record.state, &stored.state) {
+        (State::InFlight { until, .. }, State::InFlight { until: got, .. }) => adopt(until, *got),
+        (State::Open { since }, State::Open { since: got })
+        | (State::Indeterminate { since }, State::Indeterminate { since: got })
+        | (State::Completed { at: since, .. }, State::Completed { at: got, .. }) => {
+            adopt(since, *got);
+        }
+        _ => {}
+    }
+    record
+}
