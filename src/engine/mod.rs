@@ -354,8 +354,9 @@ impl Engine {
         let deadline = Instant::now() + policy.claim_within;
         let mut tries = 0;
         loop {
+            let bound = policy.store_call.min(deadline.saturating_duration_since(Instant::now()));
             let call = self.0.store.claim(key, claim);
-            let error = match self.timed("claim", policy.store_call, call).await {
+            let error = match self.timed("claim", bound, call).await {
                 Ok(outcome) => return Ok(outcome),
                 Err(error) => error,
             };
