@@ -164,20 +164,27 @@ async fn a_completion_does_not_queue_behind_claims() {
         RedisStore::builder().call_timeout(Duration::from_secs(5)).pool(pool.clone()).unwrap(),
     );
     let lease = granted(&store, new_key()).await;
-    // Two slots are taken by somebody else, as if claims were stuck in them; the claims that wait
-    // for a slot are many, and none of them may get the last one.
-    let held = [pool.get().await.unwrap(), pool.get().await.unwrap()];
+    // All slots are lent out, as if claims were stuck in them, and many more claims come.
+    let mut held = Vec::new();
+    for _ in 0..3 {
+        held.push(pool.get().await.unwrap());
+    }
     let claims: Vec<_> = (0..50)
         .map(|_| {
             let store = Arc::clone(&store);
             tokio::spawn(async move { store.claim(new_key(), &claim()).await })
         })
         .collect();
+    // One thread runs all this: after some rounds every claim waits for something.
+    for _ in 0..200 {
+        tokio::task::yield_now().await;
+    }
+    assert_eq!(pool.status().waiting, 2, "of three slots claims may use two");
     let completion = completion(b"answer");
     let completing = store.complete(&lease, &completion);
+    drop(held);
     let outcome = tokio::time::timeout(Duration::from_secs(2), completing).await;
     assert_eq!(outcome.unwrap().unwrap(), CompleteOutcome::Stored);
-    drop(held);
     for claim in claims {
         claim.await.unwrap().unwrap();
     }
