@@ -110,10 +110,8 @@ fn verdict(head: &mut response::Parts) -> Judgement {
     if let Some(refusal) = head.extensions.get::<Rejection>() {
         // A refusal by a layer like this one further in, whose own record is what counts. Unless
         // its handler was started, perhaps under another key than the next one will get there.
-        let unknown = matches!(
-            refusal.kind(),
-            RejectionKind::HandlerFailed | RejectionKind::OutcomeUnknown
-        );
+        let unknown =
+            matches!(refusal.kind(), RejectionKind::HandlerFailed | RejectionKind::OutcomeUnknown);
         return Judgement::Release(if unknown { Verdict::Unknown } else { Verdict::NoEffect });
     }
     if NO_EFFECT.contains(&head.status) {
