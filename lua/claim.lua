@@ -57,7 +57,8 @@ local takeover = 0
 if state == 1 then
   if owner == holder then
     redis.call('SET', key, '\1\1' .. sub(record, 3, 70) .. term .. sub(record, 81), 'PX', kept_for)
-    return {1, attempt, fence, created, 0, sub(record, 85)}
+    -- The first reply may have been lost, and it may have said takeover.
+    return {1, attempt, fence, created, attempt > 1 and 1 or 0, sub(record, 85)}
   end
   -- A deadline more than two leases away was written before the clock went back.
   if now < at and at - now <= granted * 2 then return {2, at - now} end

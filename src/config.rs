@@ -77,6 +77,7 @@ pub struct Config {
     pub(crate) request_limit: usize,
     pub(crate) request_timeout: Duration,
     pub(crate) response_limit: usize,
+    pub(crate) response_timeout: Duration,
     pub(crate) problem_base: String,
     pub(crate) policy: Policy,
 }
@@ -137,9 +138,13 @@ const WAIT_MAX: Duration = Duration::from_secs(60);
 const BODY_LIMIT: usize = 1 << 20;
 /// How long a body may take to arrive.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(30);
-/// One call to the store. A healthy one takes a millisecond.
-const STORE_CALL: Duration = Duration::from_millis(800);
-/// All sendings of one claim: three calls, within the patience of any client.
+/// How long a body may trickle before it is taken for a stream: no client waits longer for its
+/// first byte.
+const RESPONSE_TIMEOUT: Duration = Duration::from_secs(10);
+/// One call to the store, above what the store itself allows for connecting and asking: only a store
+/// without limits of its own ever gets this far.
+const STORE_CALL: Duration = Duration::from_millis(1500);
+/// All sendings of one claim: several calls, within the patience of any client.
 const CLAIM_WITHIN: Duration = Duration::from_millis(2500);
 /// All sendings of one completion before the client is answered without it.
 const COMPLETE_WITHIN: Duration = Duration::from_secs(4);
@@ -172,6 +177,7 @@ impl Config {
                 request_limit: BODY_LIMIT,
                 request_timeout: REQUEST_TIMEOUT,
                 response_limit: BODY_LIMIT,
+                response_timeout: RESPONSE_TIMEOUT,
                 problem_base: PROBLEM_BASE.to_owned(),
                 policy: Policy {
                     terms: Terms {
@@ -298,6 +304,13 @@ impl ConfigBuilder {
         self
     }
 
+    /// How long an answer's body may take to arrive from the handler. A slower one is taken for a
+    /// stream: passed on as it comes, and recorded as "body not kept".
+    pub fn response_timeout(mut self, timeout: Duration) -> Self {
+        self.config.response_timeout = timeout;
+        self
+    }
+
     /// How long one call to the store may take.
     pub fn store_call_timeout(mut self, timeout: Duration) -> Self {
         self.config.policy.store_call = timeout;
@@ -343,6 +356,7 @@ impl ConfigBuilder {
         bounded("claim_within", claim_within, STORE_BUDGET_MIN, STORE_BUDGET_MAX)?;
         bounded("complete_within", complete_within, STORE_BUDGET_MIN, STORE_BUDGET_MAX)?;
         bounded("request_timeout", config.request_timeout, LEASE_MIN, LEASE_MAX)?;
+        bounded("response_timeout", config.response_timeout, LEASE_MIN, LEASE_MAX)?;
         not_shorter(("retention", terms.retention), ("lease", terms.lease))?;
         not_shorter(
             ("unknown_retention", terms.unknown_retention),

@@ -91,6 +91,9 @@ pub enum StoreErrorKind {
     Full,
     /// The store answered with an error. The operation was not done.
     Backend,
+    /// The store rolled back everything that the handler did through it (a serialization failure,
+    /// a deadlock). The whole unit may run again.
+    RolledBack,
 }
 
 impl StoreError {
@@ -134,6 +137,7 @@ impl fmt::Display for StoreError {
             StoreErrorKind::OutcomeUnknown => "did not say whether it was done",
             StoreErrorKind::Full => "has no room",
             StoreErrorKind::Backend => "answered with an error",
+            StoreErrorKind::RolledBack => "rolled the unit back",
         };
         write!(f, "{store} store, {operation}: {meaning}")
     }
@@ -179,6 +183,8 @@ pub enum RejectionKind {
     KeyInUse,
     /// The operation may have happened, and nobody can know.
     OutcomeUnknown,
+    /// The handler panicked, or its answer broke off, in this very request.
+    HandlerFailed,
     /// The operation is done, and its answer was not kept.
     ResultUnavailable {
         /// The status of the original answer.

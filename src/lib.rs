@@ -1,9 +1,17 @@
-//! The idempotency-key layer for tower and axum: retries of a payment made safe.
+#![cfg_attr(all(feature = "axum", feature = "redis"), doc = include_str!("../README.md"))]
+#![cfg_attr(
+    not(all(feature = "axum", feature = "redis")),
+    doc = "The idempotency-key layer for tower and axum: retries of a payment made safe."
+)]
+#![cfg_attr(docsrs, feature(doc_cfg))]
 
 mod config;
+mod engine;
 mod error;
 mod fingerprint;
+pub mod guide;
 mod key;
+pub mod middleware;
 pub mod record;
 mod response;
 mod scope;
@@ -14,9 +22,11 @@ pub use config::{
     Config, ConfigBuilder, IDEMPOTENCY_KEY, IDEMPOTENCY_STATUS, IDEMPOTENT_REPLAYED, MissingKey,
     Recovery, STRIPE_SHOULD_RETRY, StoreDown,
 };
+pub use engine::{Drained, Engine, Execution, WaitLimits};
 pub use error::{ConfigError, Rejection, RejectionKind, StoreError, StoreErrorKind};
 pub use fingerprint::{Comparison, Fingerprint, Fingerprints, QueryOrder, Recipe, RecipeId};
 pub use key::{IdempotencyKey, KeyError, KeySyntax};
+pub use middleware::{Idempotency, IdempotencyLayer, Outcome, Replayed};
 pub use response::{CodecError, HeaderRules, StoredBody, StoredResponse};
 pub use scope::{DownstreamSeed, Identity, Scope, StorageKey};
 #[cfg(feature = "redis")]

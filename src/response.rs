@@ -104,6 +104,9 @@ impl StoredResponse {
     }
 
     /// The bytes that a store keeps.
+    ///
+    /// # Panics
+    /// Never: the buffer grows as needed.
     #[must_use]
     pub fn encode(&self) -> Bytes {
         let (body, body_not_kept) = match &self.body {

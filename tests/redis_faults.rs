@@ -166,6 +166,26 @@ async fn a_connection_that_turns_silent_is_given_up() {
 }
 
 #[tokio::test]
+async fn a_silent_connection_is_also_given_up_when_the_caller_is_less_patient_than_the_store() {
+    let server = RedisServer::start();
+    let way_there = Relay::to(server.port()).await;
+    let store = RedisStore::builder()
+        .call_timeout(Duration::from_secs(30))
+        .connect(&format!("redis://127.0.0.1:{}/", way_there.port()))
+        .await
+        .unwrap();
+    works(&store).await;
+    way_there.swallow_open_connections();
+    for _ in 0..3 {
+        let impatient = Duration::from_millis(200);
+        let (key, claim) = (new_key(), claim());
+        let call = store.claim(key, &claim);
+        assert!(tokio::time::timeout(impatient, call).await.is_err());
+    }
+    works(&store).await;
+}
+
+#[tokio::test]
 async fn calls_dropped_half_way_do_not_disturb_those_after_them() {
     let server = RedisServer::start();
     for way in WAYS {

@@ -36,6 +36,7 @@ use crate::token::{Attempt, Fence, HolderId};
 
 /// A moment on the store's clock, in milliseconds since 1970.
 #[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
+#[expect(clippy::exhaustive_structs, reason = "a number with a unit")]
 pub struct Millis(pub u64);
 
 impl Millis {
@@ -169,7 +170,8 @@ pub struct Grant {
     pub fence: Fence,
     /// When the first claim was made.
     pub created: Millis,
-    /// True if an earlier attempt may have had its effect.
+    /// True if an earlier attempt may have had its effect. Also true for any later attempt whose
+    /// first reply was lost, as the record does not keep which of the two it was.
     pub takeover: bool,
     /// What an earlier attempt noted down; empty if nothing.
     pub checkpoint: Bytes,
@@ -414,7 +416,7 @@ impl Record {
 /// A deadline that is more than two leases away was written before the clock went back; it counts
 /// as over, so that a key is never stuck for as long as the clock went back.
 fn lease_is_over(now: Millis, until: Millis, lease: Duration) -> bool {
-    now >= until || until.since(now) > lease * 2
+    now >= until || until.since(now) > lease.saturating_mul(2)
 }
 
 /// Tries to become the one who runs the handler.
@@ -477,8 +479,11 @@ fn grant_first(now: Millis, claim: &Claim) -> Step<ClaimOutcome<Grant>> {
 }
 
 fn grant_again(record: Record, now: Millis, claim: &Claim) -> Step<ClaimOutcome<Grant>> {
+    // The record does not say what the first reply said. Calling a free run a takeover costs the
+    // handler a look; the other way round costs a second effect.
+    let takeover = record.attempt > Attempt::FIRST;
     let record = Record { state: claim.terms.in_flight(now), ..record };
-    grant(record, now, claim, false)
+    grant(record, now, claim, takeover)
 }
 
 fn grant_next(

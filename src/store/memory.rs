@@ -299,3 +299,284 @@ impl Store for MemoryStore {
         Box::pin(ready(Ok(())))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::wildcard_enum_match_arm, reason = "what is not expected is a failure")]
+
+    use std::sync::Arc;
+    use std::time::Duration;
+
+    use tokio::sync::Barrier;
+    use tokio::time::advance;
+
+    use super::*;
+    use crate::fingerprint::{Fingerprint, Fingerprints, RecipeId};
+    use crate::key::{IdempotencyKey, KeySyntax};
+    use crate::record::{Finding, OnExpired, Terms, Verdict};
+    use crate::token::{Attempt, HolderId};
+
+    const TERMS: Terms = Terms {
+        lease: Duration::from_secs(30),
+        retention: Duration::from_secs(60),
+        unknown_retention: Duration::from_secs(120),
+    };
+
+    fn key(number: usize) -> StorageKey {
+        let text = format!("key-{number}");
+        let key = IdempotencyKey::parse(text.as_bytes(), KeySyntax::BareOrQuoted).unwrap();
+        StorageKey::new(&"caller".into(), &key)
+    }
+
+    fn claim_of(holder: HolderId) -> Claim {
+        let fingerprint = Fingerprint::from_stored(RecipeId::from_bytes([1; 4]), [7; 32]);
+        let fingerprints = Fingerprints::one(fingerprint);
+        Claim { holder, fingerprints, terms: TERMS, on_expired: OnExpired::Refuse }
+    }
+
+    async fn claim(store: &MemoryStore, key: StorageKey) -> ClaimOutcome<Lease> {
+        store.claim(key, &claim_of(HolderId::random())).await.unwrap()
+    }
+
+    #[track_caller]
+    fn granted(outcome: ClaimOutcome<Lease>) -> Lease {
+        match outcome {
+            ClaimOutcome::Acquired(lease) => lease,
+            other => panic!("not granted: {other:?}"),
+        }
+    }
+
+    async fn complete(store: &MemoryStore, lease: &Lease, response: Bytes) -> CompleteOutcome {
+        store.complete(lease, &Completion { terms: TERMS, response }).await.unwrap()
+    }
+
+    async fn refused_as_full(store: &MemoryStore, key: StorageKey) {
+        let error = store.claim(key, &claim_of(HolderId::random())).await.unwrap_err();
+        assert_eq!(error.kind(), StoreErrorKind::Full);
+        assert_eq!((error.store(), error.operation()), ("memory", "claim"));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_full_store_refuses_new_keys_but_completes_and_replays_the_others() {
+        let store = MemoryStore::builder().max_records(3).build().unwrap();
+        let running = granted(claim(&store, key(1)).await);
+        let open = granted(claim(&store, key(2)).await);
+        let unknown = granted(claim(&store, key(3)).await);
+        refused_as_full(&store, key(4)).await;
+
+        let renewal = Renewal { terms: TERMS, checkpoint: Some(Bytes::from_static(b"noted")) };
+        assert_eq!(store.renew(&running, &renewal).await.unwrap(), RenewOutcome::Renewed);
+        let answer = Bytes::from_static(b"\x01answer");
+        let stored = complete(&store, &running, answer.clone()).await;
+        assert_eq!(stored, CompleteOutcome::Stored);
+        assert!(matches!(claim(&store, key(1)).await, ClaimOutcome::Completed(it) if it == answer));
+
+        // A key that the store knows is no new key, also when it is claimed again.
+        let release = Release { terms: TERMS, verdict: Verdict::NoEffect };
+        assert_eq!(store.release(&open, &release).await.unwrap(), ReleaseOutcome::Released);
+        let again = granted(claim(&store, key(2)).await);
+        assert_eq!(again.grant().attempt.number(), 2);
+
+        let release = Release { terms: TERMS, verdict: Verdict::Unknown };
+        assert_eq!(store.release(&unknown, &release).await.unwrap(), ReleaseOutcome::Released);
+        assert!(matches!(claim(&store, key(3)).await, ClaimOutcome::Indeterminate(_)));
+        refused_as_full(&store, key(4)).await;
+        assert_eq!(store.len(), 3);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_store_full_of_bytes_refuses_new_keys_but_stores_the_answers_of_running_ones() {
+        let store = MemoryStore::builder().max_bytes(100).build().unwrap();
+        let mut leases = Vec::new();
+        for number in 0..10 {
+            leases.push(granted(claim(&store, key(number)).await));
+        }
+        for lease in &leases {
+            let stored = complete(&store, lease, Bytes::from(vec![1; 100])).await;
+            assert_eq!(stored, CompleteOutcome::Stored);
+        }
+        refused_as_full(&store, key(10)).await;
+        assert_eq!(store.lock().bytes, 1_000);
+        // Here more has to go than what one call sweeps on its way.
+        advance(TERMS.retention).await;
+        let _lease = granted(claim(&store, key(10)).await);
+        assert_eq!(store.len(), 1);
+        assert_eq!(store.lock().bytes, 0);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_record_past_its_retention_is_gone_also_before_it_is_swept() {
+        let store = MemoryStore::new();
+        for number in 0..20 {
+            let lease = granted(claim(&store, key(number)).await);
+            complete(&store, &lease, Bytes::from_static(b"\x01")).await;
+            advance(Duration::from_millis(1)).await;
+        }
+        advance(TERMS.retention).await;
+        let lease = granted(claim(&store, key(19)).await);
+        assert_eq!(lease.grant().attempt, Attempt::FIRST);
+        assert!(store.len() > 1, "everything was swept before, so this shows nothing");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn records_past_their_retention_make_room_all_at_once_if_need_be() {
+        let store = MemoryStore::builder().max_records(50).build().unwrap();
+        for number in 0..50 {
+            let lease = granted(claim(&store, key(number)).await);
+            complete(&store, &lease, Bytes::from_static(b"\x01")).await;
+        }
+        advance(TERMS.retention - Duration::from_millis(1)).await;
+        refused_as_full(&store, key(50)).await;
+        assert!(matches!(claim(&store, key(0)).await, ClaimOutcome::Completed(_)));
+        advance(Duration::from_millis(1)).await;
+        for number in 50..100 {
+            let _lease = granted(claim(&store, key(number)).await);
+        }
+        assert_eq!(store.len(), 50);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn memory_goes_back_to_nothing_after_a_million_keys() {
+        let store = MemoryStore::builder().max_records(20_000).build().unwrap();
+        let terms = Terms { retention: Duration::from_secs(1), ..TERMS };
+        let response = Bytes::from(vec![1; 16]);
+        let mut most = 0;
+        for round in 0..10_000 {
+            for number in 0..100 {
+                let holder = HolderId::from_bytes([1; 16]);
+                let claim = Claim { terms, ..claim_of(holder) };
+                let bytes: [u8; 24] = std::array::from_fn(|index| {
+                    (round * 100 + number as u64).to_le_bytes().get(index).copied().unwrap_or(0)
+                });
+                let lease =
+                    granted(store.claim(StorageKey::from_bytes(bytes), &claim).await.unwrap());
+                let completion = Completion { terms, response: response.clone() };
+                store.complete(&lease, &completion).await.unwrap();
+            }
+            advance(Duration::from_millis(10)).await;
+            most = most.max(store.len());
+        }
+        assert!(most <= 10_200, "{most} records are held, of which 10,000 can be alive");
+        advance(Duration::from_secs(1)).await;
+        let resolution = Resolution {
+            holder: HolderId::NOBODY,
+            attempt: Attempt::FIRST,
+            finding: Finding::NothingHappened,
+            terms,
+        };
+        for _ in 0..=10_200 / SWEPT_PER_CALL {
+            store.resolve(key(0), &resolution).await.unwrap();
+        }
+        assert!(store.is_empty());
+        let records = store.lock();
+        assert_eq!((records.bytes, records.by_expiry.len()), (0, 0));
+    }
+
+    #[tokio::test(flavor = "multi_thread", worker_threads = 4)]
+    async fn of_sixty_four_concurrent_claims_one_is_granted() {
+        for round in 0..20 {
+            let store = Arc::new(MemoryStore::new());
+            let together = Arc::new(Barrier::new(64));
+            let tasks: Vec<_> = (0..64)
+                .map(|_| {
+                    let (store, together) = (Arc::clone(&store), Arc::clone(&together));
+                    tokio::spawn(async move {
+                        together.wait().await;
+                        claim(&store, key(round)).await
+                    })
+                })
+                .collect();
+            let mut granted = 0;
+            for task in tasks {
+                match task.await.unwrap() {
+                    ClaimOutcome::Acquired(_) => granted += 1,
+                    ClaimOutcome::InFlight { .. } => {}
+                    other => panic!("{other:?}"),
+                }
+            }
+            assert_eq!(granted, 1);
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn replays_give_the_same_bytes_and_keep_nothing_else_alive() {
+        let store = MemoryStore::new();
+        let lease = granted(claim(&store, key(1)).await);
+        let whole: Bytes = (0..=u8::MAX).cycle().take(70_000).collect();
+        let answer = whole.slice(1_000..2_000);
+        complete(&store, &lease, answer.clone()).await;
+        for _ in 0..3 {
+            let ClaimOutcome::Completed(replay) = claim(&store, key(1)).await else {
+                panic!("no replay");
+            };
+            assert_eq!(replay, answer);
+            assert!(!whole.as_ptr_range().contains(&replay.as_ptr()), "the buffer is kept alive");
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_lease_ends_by_the_clock_and_its_record_much_later() {
+        let store = MemoryStore::new();
+        let lease = granted(claim(&store, key(1)).await);
+        advance(Duration::from_secs(29)).await;
+        let ClaimOutcome::InFlight { remaining } = claim(&store, key(1)).await else {
+            panic!("the lease runs");
+        };
+        assert_eq!(remaining, Duration::from_secs(1));
+        advance(remaining).await;
+        let ClaimOutcome::Indeterminate(unsettled) = claim(&store, key(1)).await else {
+            panic!("the lease is over");
+        };
+        assert_eq!(unsettled.holder, lease.owner().holder);
+
+        // Found out now, but kept from the end of the lease.
+        advance(TERMS.unknown_retention - Duration::from_millis(1)).await;
+        assert!(matches!(claim(&store, key(1)).await, ClaimOutcome::Indeterminate(_)));
+        advance(Duration::from_millis(1)).await;
+        let _lease = granted(claim(&store, key(1)).await);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_lease_that_is_renewed_holds_for_as_long_as_it_is() {
+        let store = MemoryStore::new();
+        let lease = granted(claim(&store, key(1)).await);
+        for _ in 0..100 {
+            advance(Duration::from_secs(10)).await;
+            let renewal = Renewal { terms: TERMS, checkpoint: None };
+            assert_eq!(store.renew(&lease, &renewal).await.unwrap(), RenewOutcome::Renewed);
+            assert!(matches!(claim(&store, key(1)).await, ClaimOutcome::InFlight { .. }));
+        }
+        assert_eq!(store.len(), 1);
+        assert_eq!(store.lock().by_expiry.len(), 1);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_completion_whose_record_is_gone_is_stored_also_in_a_full_store() {
+        let store = MemoryStore::builder().max_records(1).build().unwrap();
+        let late = granted(claim(&store, key(1)).await);
+        advance(TERMS.lease + TERMS.unknown_retention).await;
+        let _other = granted(claim(&store, key(2)).await);
+        let restored = complete(&store, &late, Bytes::from_static(b"\x01")).await;
+        assert_eq!(restored, CompleteOutcome::Restored);
+        assert!(matches!(claim(&store, key(1)).await, ClaimOutcome::Completed(_)));
+    }
+
+    #[test]
+    fn bounds_of_zero_are_refused() {
+        let records = MemoryStore::builder().max_records(0).build();
+        assert_eq!(records.unwrap_err(), ConfigError::Zero("max_records"));
+        let bytes = MemoryStore::builder().max_bytes(0).build();
+        assert_eq!(bytes.unwrap_err(), ConfigError::Zero("max_bytes"));
+    }
+
+    #[tokio::test]
+    async fn debug_shows_how_much_is_held_and_nothing_of_it() {
+        let store = MemoryStore::new();
+        let lease = granted(claim(&store, key(1)).await);
+        complete(&store, &lease, Bytes::from_static(b"secret")).await;
+        let shown = format!("{store:?}");
+        assert!(shown.contains("records: 1"), "{shown}");
+        assert!(!shown.contains("secret"), "{shown}");
+        assert!(store.ready().await.is_ok());
+    }
+}

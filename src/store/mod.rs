@@ -51,6 +51,7 @@ pub struct Lease {
     owner: Owner,
     grant: Grant,
     attachments: Extensions,
+    repeatable: bool,
 }
 
 impl Lease {
@@ -63,7 +64,7 @@ impl Lease {
             fence: grant.fence,
             created: grant.created,
         };
-        Self { key, owner, grant, attachments: Extensions::new() }
+        Self { key, owner, grant, attachments: Extensions::new(), repeatable: false }
     }
 
     /// Which key it is for.
@@ -82,6 +83,21 @@ impl Lease {
     #[must_use]
     pub fn grant(&self) -> &Grant {
         &self.grant
+    }
+
+    /// True if `complete` may answer [`RolledBack`](crate::StoreErrorKind::RolledBack), after which
+    /// the handler may run again within the same request.
+    #[must_use]
+    pub fn is_repeatable(&self) -> bool {
+        self.repeatable
+    }
+
+    /// Says that the store undoes all of the handler's effects when it answers
+    /// [`RolledBack`](crate::StoreErrorKind::RolledBack). Only a store that holds the handler's
+    /// transaction can say this.
+    pub fn repeatable(mut self) -> Self {
+        self.repeatable = true;
+        self
     }
 
     /// What the store wants the handler to find in its request, for example a transaction.

@@ -1,0 +1,228 @@
+//! The command line. Every flag is an environment variable too (`PAYMENTS_` and its name).
+
+use std::net::{SocketAddr, ToSocketAddrs as _};
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::builder::BoolishValueParser;
+use clap::error::ErrorKind;
+use clap::{CommandFactory as _, Parser, ValueEnum};
+use http::Method;
+use tower_idempotency::{Config, ConfigBuilder, ConfigError, MissingKey, Recovery};
+
+use crate::account;
+use crate::store::StoreUrl;
+
+/// A small payment API with an idempotency layer around its routes.
+#[derive(Debug, Parser)]
+#[command(name = "payments", version)]
+pub(crate) struct Flags {
+    /// Where to listen; port 0 picks a free one.
+    #[arg(long, env = "PAYMENTS_LISTEN", value_name = "ADDR", default_value = "127.0.0.1:8080")]
+    #[arg(value_parser = address)]
+    pub(crate) listen: SocketAddr,
+
+    /// Where idempotency records are kept: `memory:` or `redis://HOST:PORT`.
+    #[arg(long, env = "PAYMENTS_STORE", value_name = "URL", default_value = "memory:")]
+    pub(crate) store: StoreUrl,
+
+    /// The SQLite file of what really happened. Several processes may share one.
+    #[arg(long, env = "PAYMENTS_LEDGER", value_name = "PATH", default_value = "payments.db")]
+    pub(crate) ledger: PathBuf,
+
+    /// How long a claim holds without being renewed [default: 30, or half of a shorter retention].
+    #[arg(long, env = "PAYMENTS_LEASE", value_name = "SECONDS", value_parser = seconds)]
+    lease: Option<Duration>,
+
+    /// How long an answer is kept, from completion.
+    #[arg(long, env = "PAYMENTS_RETENTION", value_name = "SECONDS", default_value = "86400")]
+    #[arg(value_parser = seconds)]
+    retention: Duration,
+
+    /// How long a duplicate waits for its running twin before it is answered 409; 0: at once.
+    #[arg(long, env = "PAYMENTS_WAIT", value_name = "SECONDS", default_value = "2")]
+    #[arg(value_parser = seconds)]
+    wait: Duration,
+
+    /// What happens to a key whose process died.
+    #[arg(long, env = "PAYMENTS_RECOVERY", value_name = "MODE", default_value = "at-most-once")]
+    pub(crate) recovery: RecoveryMode,
+
+    /// The longest request body; over it: 413.
+    #[arg(long, env = "PAYMENTS_BODY_LIMIT", value_name = "BYTES", default_value_t = 1 << 20)]
+    #[arg(value_parser = clap::value_parser!(u32).range(1..=MAX_BODY))]
+    body_limit: u32,
+
+    /// The longest answer that is kept; over it: delivered once, recorded as "body not kept".
+    #[arg(long, env = "PAYMENTS_RESPONSE_LIMIT", value_name = "BYTES", default_value_t = 1 << 20)]
+    #[arg(value_parser = clap::value_parser!(u32).range(..=MAX_BODY))]
+    response_limit: u32,
+
+    /// Stripe-shaped errors throughout.
+    #[arg(long, env = "PAYMENTS_STRIPE_ERRORS", value_parser = BoolishValueParser::new())]
+    stripe_errors: bool,
+
+    /// How long running payments may take to finish at shutdown.
+    #[arg(long, env = "PAYMENTS_DRAIN", value_name = "SECONDS", default_value = "10")]
+    #[arg(value_parser = grace)]
+    pub(crate) drain: Duration,
+}
+
+/// `--recovery`.
+#[derive(Clone, Copy, Debug, Eq, PartialEq, ValueEnum)]
+pub(crate) enum RecoveryMode {
+    /// Retries are told that the outcome is unknown; nothing runs.
+    AtMostOnce,
+    /// The handler runs again; the processor deduplicates on the key it is given.
+    AtLeastOnce,
+    /// The processor is asked what happened.
+    Reconcile,
+}
+
+/// 256 MiB: bodies are held in memory.
+const MAX_BODY: i64 = 256 << 20;
+
+/// The rules of the routes, and what the person who started the sandbox should know about them.
+#[derive(Debug)]
+pub(crate) struct Rules {
+    /// For routes that need a key.
+    pub(crate) required: Config,
+    /// For voids: DELETE, with a key or without.
+    pub(crate) optional: Config,
+    pub(crate) body_limit: usize,
+    pub(crate) note: Option<String>,
+}
+
+impl Flags {
+    /// Reads command line and environment; what is wrong with them ends the process with code 2.
+    pub(crate) fn read() -> (Self, Rules) {
+        let flags = Self::parse();
+        match flags.rules() {
+            Ok(rules) => (flags, rules),
+            Err(message) => Self::command().error(ErrorKind::ValueValidation, message).exit(),
+        }
+    }
+
+    fn rules(&self) -> Result<Rules, String> {
+        if self.stripe_errors {
+            return Err("--stripe-errors is not supported by this build yet".to_owned());
+        }
+        let recovery = match self.recovery {
+            RecoveryMode::AtMostOnce => Recovery::AtMostOnce,
+            RecoveryMode::AtLeastOnce => Recovery::AtLeastOnce,
+            RecoveryMode::Reconcile => {
+                return Err("--recovery reconcile is not supported by this build yet".to_owned());
+            }
+        };
+        let (lease, note) = self.lease();
+        let body_limit = self.body_limit as usize;
+        let common = || {
+            Config::builder()
+                .scope(account::scope())
+                .lease(lease)
+                .retention(self.retention)
+                .wait(self.wait)
+                .recovery(recovery)
+                .request_limit(body_limit)
+                .response_limit(self.response_limit as usize)
+        };
+        let build =
+            |builder: ConfigBuilder| builder.build().map_err(|e: ConfigError| e.to_string());
+        Ok(Rules {
+            required: build(common().methods([Method::POST]))?,
+            optional: build(
+                common().methods([Method::DELETE]).missing_key(MissingKey::PassThrough),
+            )?,
+            body_limit,
+            note,
+        })
+    }
+
+    /// A retention below the lease makes no sense; so a lease that nobody asked for gives way.
+    fn lease(&self) -> (Duration, Option<String>) {
+        match self.lease {
+            Some(lease) => (lease, None),
+            None if self.retention < DEFAULT_LEASE => {
+                let lease = (self.retention / 2).max(SHORTEST_LEASE);
+                let note = format!(
+                    "note: --retention {:?} is shorter than the default lease of {DEFAULT_LEASE:?}; \
+                     the lease is {lease:?} (set it with --lease)",
+                    self.retention
+                );
+                (lease, Some(note))
+            }
+            None => (DEFAULT_LEASE, None),
+        }
+    }
+}
+
+const DEFAULT_LEASE: Duration = Duration::from_secs(30);
+/// The library's own bound.
+const SHORTEST_LEASE: Duration = Duration::from_millis(50);
+
+fn seconds(text: &str) -> Result<Duration, String> {
+    let seconds: f64 = text.parse().map_err(|_| "not a number of seconds".to_owned())?;
+    // Refuses negative numbers, NaN and infinity. Upper bounds are the configuration's business.
+    Duration::try_from_secs_f64(seconds).map_err(|error| error.to_string())
+}
+
+/// An hour: whoever stops a server does not wait for longer than that.
+fn grace(text: &str) -> Result<Duration, String> {
+    seconds(text).and_then(|grace| match grace <= Duration::from_secs(3600) {
+        true => Ok(grace),
+        false => Err("must not be longer than 3600 seconds".to_owned()),
+    })
+}
+
+fn address(text: &str) -> Result<SocketAddr, String> {
+    let mut found = text.to_socket_addrs().map_err(|_| "not an ADDRESS:PORT".to_owned())?;
+    found.next().ok_or_else(|| "names no address".to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn rules(args: &[&str]) -> Result<Rules, String> {
+        let args = ["payments"].iter().chain(args);
+        Flags::try_parse_from(args).map_err(|error| error.to_string())?.rules()
+    }
+
+    #[test]
+    fn the_defaults_are_valid() {
+        Flags::command().debug_assert();
+        assert_eq!(rules(&[]).unwrap().note, None);
+    }
+
+    #[test]
+    fn a_short_retention_lowers_only_a_lease_that_nobody_asked_for() {
+        assert!(rules(&["--retention", "1"]).unwrap().note.unwrap().contains("500ms"));
+        assert!(rules(&["--retention", "0.06"]).unwrap().note.unwrap().contains("50ms"));
+        assert_eq!(rules(&["--retention", "1", "--lease", "0.5"]).unwrap().note, None);
+        let refused = rules(&["--retention", "1", "--lease", "2"]).unwrap_err();
+        assert!(
+            refused.contains("retention (1s) must not be shorter than lease (2s)"),
+            "{refused}"
+        );
+    }
+
+    #[test]
+    fn numbers_that_mean_nothing_are_refused() {
+        for flag in ["--lease", "--retention", "--wait", "--drain"] {
+            for value in ["-1", "NaN", "inf", "1e300", "soon", "", "99999999"] {
+                assert!(rules(&[&format!("{flag}={value}")]).is_err(), "{flag}={value}");
+            }
+        }
+        assert!(rules(&["--body-limit", "0"]).is_err());
+        assert!(rules(&["--body-limit", "1.5"]).is_err());
+        assert!(rules(&["--response-limit", "4294967295"]).is_err());
+        assert!(rules(&["--listen", "nowhere"]).is_err());
+    }
+
+    #[test]
+    fn what_is_not_built_yet_is_refused_by_name() {
+        assert!(rules(&["--recovery", "reconcile"]).unwrap_err().contains("not supported"));
+        assert!(rules(&["--stripe-errors"]).unwrap_err().contains("not supported"));
+        assert!(rules(&["--recovery", "maybe"]).is_err());
+    }
+}

@@ -1,0 +1,316 @@
+//! The routes under `/v1/payments`: what happens once, behind the idempotency layer.
+
+use axum::Json;
+use axum::extract::rejection::{PathRejection, QueryRejection};
+use axum::extract::{Extension, Path, Query, State};
+use axum::response::{IntoResponse, Response};
+use bytes::Bytes;
+use http::header::{CONTENT_TYPE, LOCATION};
+use http::{HeaderMap, StatusCode};
+use serde::Deserialize;
+use serde::de::DeserializeOwned;
+use serde_json::{Value, json};
+use sha2::{Digest as _, Sha256};
+use tower_idempotency::{Execution, IdempotencyKey};
+
+use crate::account::Account;
+use crate::answer::ApiError;
+use crate::app::App;
+use crate::ledger::{Cause, NewPayment};
+use crate::source::{Source, When};
+use crate::stream;
+
+type Answer = Result<Response, ApiError>;
+/// An id that is no UTF-8 names nothing; so the handler looks at the rejection itself.
+type Id = Result<Path<String>, PathRejection>;
+
+/// The body of `POST /v1/payments`.
+#[derive(Debug, Deserialize)]
+struct CreateBody {
+    amount: u32,
+    currency: String,
+    source: String,
+    description: Option<String>,
+}
+
+/// The body of `POST /v1/payments/{id}/refunds`.
+#[derive(Debug, Default, Deserialize)]
+struct RefundBody {
+    amount: Option<u32>,
+}
+
+/// The query of `GET /v1/payments`.
+#[derive(Debug, Deserialize)]
+pub(crate) struct ListQuery {
+    limit: Option<u32>,
+}
+
+const LARGEST_AMOUNT: u32 = 99_999_999;
+
+/// `POST /v1/payments`. The layer lets one of all the retries in; what it answers is what all get.
+pub(crate) async fn create(
+    State(app): State<App>,
+    Extension(account): Extension<Account>,
+    key: IdempotencyKey,
+    execution: Execution,
+    headers: HeaderMap,
+    body: Bytes,
+) -> Answer {
+    let (source, new) = parse_payment(&headers, &body)?;
+    let cause = Cause {
+        account: account.to_string(),
+        key_id: key_id(&key),
+        // The same for every attempt: it lets the processor recognise a charge that it has made.
+        provider_key: Some(execution.downstream_key("charge")),
+        attempt: execution.attempt().number(),
+    };
+    before_the_charge(source, cause.attempt).await?;
+    let mut payment = app.ledger.charge(&cause, &new).await?;
+    after_the_charge(source, cause.attempt).await?;
+
+    let location = [(LOCATION, format!("/v1/payments/{}", payment.id))];
+    if source == Source::Stream {
+        return Ok((location, stream::events(payment)).into_response());
+    }
+    if source == Source::Empty {
+        return Ok((StatusCode::NO_CONTENT, location).into_response());
+    }
+    if let Source::Large(bytes) = source {
+        payment.padding = Some("x".repeat(bytes));
+    }
+    Ok((StatusCode::CREATED, location, Json(payment)).into_response())
+}
+
+/// The ways to fail while certainly nothing has happened.
+async fn before_the_charge(source: Source, attempt: u32) -> Result<(), ApiError> {
+    let first = attempt == 1;
+    match source {
+        Source::Declined => return Err(ApiError::declined()),
+        Source::RateLimited => return Err(ApiError::rate_limited()),
+        Source::Unavailable => return Err(ApiError::unavailable("the processor is down")),
+        Source::UnavailableOnce if first => {
+            return Err(ApiError::unavailable("the processor is down"));
+        }
+        Source::Slow(time) => tokio::time::sleep(time).await,
+        Source::Panic(When::Before) if first => panic!("tok_panic_before"),
+        Source::Crash(When::Before) if first => std::process::abort(),
+        Source::Visa
+        | Source::UnavailableOnce
+        | Source::ChargeThenSlow(_)
+        | Source::ChargeThen500
+        | Source::Panic(_)
+        | Source::Crash(_)
+        | Source::Large(_)
+        | Source::Stream
+        | Source::Empty => {}
+    }
+    Ok(())
+}
+
+/// The ways to fail when the money has moved.
+async fn after_the_charge(source: Source, attempt: u32) -> Result<(), ApiError> {
+    let first = attempt == 1;
+    match source {
+        Source::ChargeThen500 => return Err(ApiError::broken()),
+        Source::ChargeThenSlow(time) => tokio::time::sleep(time).await,
+        Source::Panic(When::After) if first => panic!("tok_panic_after"),
+        Source::Crash(When::After) if first => std::process::abort(),
+        Source::Visa
+        | Source::Declined
+        | Source::Slow(_)
+        | Source::Unavailable
+        | Source::UnavailableOnce
+        | Source::RateLimited
+        | Source::Panic(_)
+        | Source::Crash(_)
+        | Source::Large(_)
+        | Source::Stream
+        | Source::Empty => {}
+    }
+    Ok(())
+}
+
+/// `POST /v1/payments/{id}/refunds`.
+pub(crate) async fn refund(
+    State(app): State<App>,
+    Extension(account): Extension<Account>,
+    id: Id,
+    key: IdempotencyKey,
+    execution: Execution,
+    headers: HeaderMap,
+    body: Bytes,
+) -> Answer {
+    let RefundBody { amount } = match body.is_empty() {
+        true => RefundBody::default(),
+        false => parse_json(&headers, &body)?,
+    };
+    let amount = amount.map(checked_amount).transpose()?;
+    let id = known(id)?;
+    let cause = Cause {
+        account: account.to_string(),
+        key_id: key_id(&key),
+        provider_key: Some(execution.downstream_key("refund")),
+        attempt: execution.attempt().number(),
+    };
+    if let Some(refund) = app.ledger.refund(&cause, &id, amount).await? {
+        return Ok((StatusCode::CREATED, Json(refund)).into_response());
+    }
+    match app.ledger.payment(&cause.account, &id).await? {
+        None => Err(ApiError::not_found("payment")),
+        Some(_) => Err(ApiError::conflict("refund_too_large", "less than that is left to refund")),
+    }
+}
+
+/// `DELETE /v1/payments/{id}`. Without a key the layer stays out of it, and so do its extractors.
+pub(crate) async fn void(
+    State(app): State<App>,
+    Extension(account): Extension<Account>,
+    id: Id,
+    key: Option<IdempotencyKey>,
+    execution: Option<Execution>,
+) -> Answer {
+    let id = known(id)?;
+    let cause = Cause {
+        account: account.to_string(),
+        key_id: key.as_ref().map(key_id).unwrap_or_default(),
+        provider_key: execution.as_ref().map(|execution| execution.downstream_key("void")),
+        attempt: execution.as_ref().map_or(1, |execution| execution.attempt().number()),
+    };
+    if let Some(payment) = app.ledger.void(&cause, &id).await? {
+        return Ok(Json(payment).into_response());
+    }
+    match app.ledger.payment(&cause.account, &id).await? {
+        None => Err(ApiError::not_found("payment")),
+        Some(_) => Err(ApiError::conflict(
+            "payment_not_voidable",
+            "only a payment that was neither voided nor refunded can be voided",
+        )),
+    }
+}
+
+/// `GET /v1/payments/{id}`.
+pub(crate) async fn show(
+    State(app): State<App>,
+    Extension(account): Extension<Account>,
+    id: Id,
+) -> Answer {
+    let payment = app.ledger.payment(&account.to_string(), &known(id)?).await?;
+    let payment = payment.ok_or_else(|| ApiError::not_found("payment"))?;
+    Ok(Json(payment).into_response())
+}
+
+/// `GET /v1/payments`.
+pub(crate) async fn list(
+    State(app): State<App>,
+    Extension(account): Extension<Account>,
+    query: Result<Query<ListQuery>, QueryRejection>,
+) -> Answer {
+    let limit = query.ok().map(|Query(ListQuery { limit })| limit.unwrap_or(10));
+    let limit = limit
+        .filter(|limit| (1..=100).contains(limit))
+        .ok_or_else(|| ApiError::invalid("limit_invalid", "limit must be 1 to 100"))?;
+    let (payments, total) = app.ledger.payments(&account.to_string(), limit).await?;
+    let has_more = total > i64::from(limit);
+    let list =
+        json!({ "object": "list", "data": payments, "has_more": has_more, "total_count": total });
+    Ok(Json(list).into_response())
+}
+
+/// `GET /v1/ledger`: for tests that count effects.
+pub(crate) async fn ledger(State(app): State<App>) -> Answer {
+    let entries = app.ledger.entries().await?;
+    let count = |action| entries.iter().filter(|entry| entry.action == action).count();
+    let (charges, refunds) = (count("charge"), count("refund"));
+    Ok(Json(json!({ "charges": charges, "refunds": refunds, "entries": entries })).into_response())
+}
+
+/// A key as the ledger shows it: enough to find it, too little to use it.
+fn key_id(key: &IdempotencyKey) -> String {
+    let digest = Sha256::digest(key.as_str());
+    digest.iter().take(8).map(|byte| format!("{byte:02x}")).collect()
+}
+
+fn known(id: Id) -> Result<String, ApiError> {
+    id.map(|Path(id)| id).map_err(|_| ApiError::not_found("payment"))
+}
+
+fn parse_payment(headers: &HeaderMap, body: &[u8]) -> Result<(Source, NewPayment), ApiError> {
+    let CreateBody { amount, currency, source: name, description } = parse_json(headers, body)?;
+    let amount = checked_amount(amount)?;
+    if currency.len() != 3 || !currency.bytes().all(|byte| byte.is_ascii_alphabetic()) {
+        return Err(ApiError::invalid("currency_invalid", "currency must be three letters"));
+    }
+    let source = Source::parse(&name)
+        .ok_or_else(|| ApiError::invalid("source_invalid", "there is no such test source"))?;
+    let currency = currency.to_ascii_lowercase();
+    Ok((source, NewPayment { amount, currency, source: name, description }))
+}
+
+fn checked_amount(amount: u32) -> Result<u32, ApiError> {
+    match amount {
+        1..=LARGEST_AMOUNT => Ok(amount),
+        _ => Err(ApiError::invalid("amount_invalid", "amount must be 1 to 99999999")),
+    }
+}
+
+/// By hand and not by axum's `Json`: an extractor that refuses does so inside the handler, and the
+/// layer would store that answer. Here every refusal says that it had no effect.
+fn parse_json<T: DeserializeOwned>(headers: &HeaderMap, body: &[u8]) -> Result<T, ApiError> {
+    let media_type = headers.get(CONTENT_TYPE).and_then(|value| value.to_str().ok()).unwrap_or("");
+    let media_type = media_type.split(';').next().unwrap_or("").trim();
+    if !media_type.eq_ignore_ascii_case("application/json") {
+        let message = "the body must be application/json";
+        return Err(ApiError::invalid("unsupported_media_type", message));
+    }
+    let refused = |error: serde_json::Error| ApiError::invalid("body_invalid", error.to_string());
+    // serde would also take an array for a struct.
+    if !body.trim_ascii_start().starts_with(b"{") {
+        let error = serde_json::from_slice::<Value>(body).err().map(|error| error.to_string());
+        let message = error.unwrap_or_else(|| "the body must be a JSON object".to_owned());
+        return Err(ApiError::invalid("body_invalid", message));
+    }
+    serde_json::from_slice(body).map_err(refused)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse(body: &str) -> Result<NewPayment, ApiError> {
+        let headers = HeaderMap::from_iter([(
+            CONTENT_TYPE,
+            "application/json; charset=utf-8".parse().unwrap(),
+        )]);
+        parse_payment(&headers, body.as_bytes()).map(|(_, new)| new)
+    }
+
+    #[test]
+    fn a_payment_is_a_whole_positive_amount() {
+        let body = |amount: &str| {
+            format!(r#"{{"amount":{amount},"currency":"USD","source":"tok_visa","more":[1]}}"#)
+        };
+        assert_eq!(parse(&body("99999999")).unwrap().amount, LARGEST_AMOUNT);
+        assert_eq!(parse(&body("1")).unwrap().currency, "usd");
+        for bad in ["0", "-1", "100000000", "5000000000", "1.0", "1e2", "\"1\"", "true", "null", ""]
+        {
+            assert!(parse(&body(bad)).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn what_is_no_payment_is_refused() {
+        for bad in [
+            "",
+            "[]",
+            r#"[1,"usd","tok_visa",null]"#,
+            r#"{"amount":1,"currency":"usd"}"#,
+            r#"{"amount":1,"currency":"us","source":"tok_visa"}"#,
+            r#"{"amount":1,"currency":"u5d","source":"tok_visa"}"#,
+            r#"{"amount":1,"currency":"usd","source":"visa"}"#,
+            r#"{"amount":1,"amount":2,"currency":"usd","source":"tok_visa"}"#,
+        ] {
+            assert!(parse(bad).is_err(), "{bad}");
+        }
+        assert!(parse_payment(&HeaderMap::new(), b"{}").is_err());
+    }
+}

@@ -1,0 +1,94 @@
+//! The keeper: renews a lease for as long as its handler runs.
+
+use std::future::Future;
+use std::pin::pin;
+use std::time::Duration;
+
+use tokio::time::{Instant, sleep_until};
+use tokio_util::sync::CancellationToken;
+
+use super::Engine;
+use crate::config::Policy;
+use crate::record::{RenewOutcome, Renewal};
+use crate::store::Lease;
+
+/// Renewed at a third: two renewals may be lost before the lease is.
+const RENEWALS_PER_LEASE: u32 = 3;
+/// A failed renewal is sent again this often within a lease.
+const RETRIES_PER_LEASE: u32 = 12;
+/// But not more often than this, however short the lease is.
+const RETRY_MIN: Duration = Duration::from_millis(10);
+
+/// A lease as this process sees it.
+#[derive(Debug)]
+pub(super) struct Kept<'a> {
+    pub(super) engine: &'a Engine,
+    pub(super) lease: &'a Lease,
+    pub(super) policy: &'a Policy,
+    /// From before the claim was sent, on the monotonic clock: the lease cannot end earlier than
+    /// its length after this.
+    pub(super) since: Instant,
+    pub(super) lost: &'a CancellationToken,
+}
+
+impl Kept<'_> {
+    /// Runs `work` and renews the lease meanwhile.
+    ///
+    /// A lease that is lost does not stop the work: only the handler knows where it can stop, and
+    /// its signal is [`Execution::lease_lost`](crate::Execution::lease_lost).
+    pub(super) async fn during<F: Future>(&self, work: F) -> F::Output {
+        let mut work = pin!(work);
+        tokio::select! {
+            biased;
+            output = &mut work => return output,
+            () = self.keep() => {}
+        }
+        work.await
+    }
+
+    /// Renews until the lease belongs to somebody else.
+    async fn keep(&self) {
+        let length = self.policy.terms.lease;
+        let renewal = Renewal { terms: self.policy.terms, checkpoint: None };
+        let retry = (length / RETRIES_PER_LEASE).max(RETRY_MIN);
+        let mut since = self.since;
+        let mut next = since + length / RENEWALS_PER_LEASE;
+        loop {
+            sleep_until(next).await;
+            let sent = Instant::now();
+            match self.engine.renew(self.lease, &renewal, self.policy).await {
+                Ok(RenewOutcome::Renewed) => {
+                    since = sent;
+                    next = since + length / RENEWALS_PER_LEASE;
+                }
+                Ok(RenewOutcome::Restored) => {
+                    tracing::warn!(
+                        key = %self.lease.key().log_id(),
+                        "the store had lost a record in flight; it is restored"
+                    );
+                    since = sent;
+                    next = since + length / RENEWALS_PER_LEASE;
+                }
+                Ok(RenewOutcome::Lost | RenewOutcome::Unreadable) => {
+                    self.signal_lost("the lease is held by somebody else, or settled");
+                    return;
+                }
+                Err(_) => {
+                    if since.elapsed() >= length {
+                        // Nobody may have taken it over yet, so renewing goes on.
+                        self.signal_lost("the lease could not be renewed in time");
+                    }
+                    next = Instant::now() + retry;
+                }
+            }
+        }
+    }
+
+    fn signal_lost(&self, reason: &'static str) {
+        if !self.lost.is_cancelled() {
+            self.lost.cancel();
+            super::observe::lease_lost();
+            tracing::warn!(key = %self.lease.key().log_id(), reason, "lease lost");
+        }
+    }
+}

@@ -1,0 +1,636 @@
+//! The engine: claim, run in a task of its own, renew, complete. Knows no HTTP and no particular store.
+//!
+//! One request goes through four phases, all in **one tracked task**, so that a client that leaves
+//! interrupts nothing:
+//!
+//! 1. *Claim*, sent again with the same holder id while its outcome is unknown, and after each end
+//!    of a running twin.
+//! 2. *Run* the handler, the lease being renewed meanwhile.
+//! 3. *Settle*: complete or release, sent again within a bound.
+//! 4. *Answer* whoever still waits.
+
+mod execution;
+mod keeper;
+pub(crate) mod observe;
+mod settle;
+#[cfg(test)]
+mod tests;
+mod wait;
+
+use std::collections::HashMap;
+use std::fmt;
+use std::future::Future;
+use std::panic::AssertUnwindSafe;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use bytes::Bytes;
+use futures_util::FutureExt as _;
+use futures_util::future::join_all;
+use tokio::sync::oneshot;
+use tokio::time::{Instant, sleep, timeout};
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
+use tracing::Instrument as _;
+
+pub use execution::Execution;
+pub use wait::WaitLimits;
+
+use crate::config::{Policy, StoreDown};
+use crate::error::{Rejection, RejectionKind, StoreError, StoreErrorKind};
+use crate::fingerprint::Fingerprints;
+use crate::key::IdempotencyKey;
+use crate::record::{Claim, ClaimOutcome, Grant, Millis, RenewOutcome, Renewal, Verdict};
+use crate::response::StoredResponse;
+use crate::scope::{DownstreamSeed, StorageKey};
+use crate::store::{Lease, Store};
+use crate::token::{Attempt, Fence, HolderId};
+use keeper::Kept;
+use observe::{Gauge, Seen};
+use settle::Settled;
+use wait::Room;
+
+/// Runs handlers under their keys. Shared by the layers of all routes.
+///
+/// # Clone
+/// Clones share the store, the running tasks and the limits on waiting.
+#[derive(Clone)]
+pub struct Engine(Arc<Shared>);
+
+struct Shared {
+    store: Arc<dyn Store>,
+    room: Arc<Room>,
+    tracker: TaskTracker,
+    closing: CancellationToken,
+    running: Mutex<HashMap<u64, Running>>,
+    next_run: AtomicU64,
+}
+
+/// A handler that runs now: what a shutdown has to settle in its place.
+struct Running {
+    lease: Arc<Lease>,
+    policy: Policy,
+    lost: CancellationToken,
+}
+
+/// A request as the engine sees it.
+#[derive(Debug)]
+pub(crate) struct Call {
+    pub(crate) key: IdempotencyKey,
+    pub(crate) storage_key: StorageKey,
+    pub(crate) seed: DownstreamSeed,
+    pub(crate) fingerprints: Fingerprints,
+    pub(crate) policy: Policy,
+}
+
+/// What a handler is told when it is started.
+#[derive(Debug)]
+pub(crate) struct Run {
+    pub(crate) execution: Execution,
+    /// What the store wants the handler to find.
+    pub(crate) attachments: http::Extensions,
+    /// True if it may be started again in this request, so that its input must be kept.
+    pub(crate) may_repeat: bool,
+}
+
+/// What a handler's run came to.
+#[derive(Debug)]
+pub(crate) struct Ran<T> {
+    pub(crate) settle: Settle,
+    pub(crate) reply: T,
+}
+
+/// What is to be recorded of a run.
+#[derive(Clone, Debug)]
+pub(crate) enum Settle {
+    /// This encoded response.
+    Complete(Bytes),
+    /// No response, but what is known of the effect.
+    Release(Verdict),
+}
+
+/// How a request ends.
+#[derive(Debug)]
+pub(crate) enum Conclusion<T> {
+    /// With the handler's own reply, recorded as it asked.
+    Ran(T, Seen),
+    /// With the handler's own reply, which could not be recorded.
+    NotStored(T),
+    /// With the handler's own reply, without any protection.
+    Unprotected(T),
+    /// With the response of an earlier run.
+    Replay(Box<StoredResponse>),
+    /// With a refusal.
+    Refused(Rejection),
+}
+
+/// How a shutdown went.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+#[non_exhaustive]
+pub struct Drained {
+    /// How many handlers were still running at the end of the grace; their keys are marked as of
+    /// unknown outcome, as far as the store could be reached.
+    pub unfinished: usize,
+}
+
+/// How often a handler may be started for one request whose store rolled it back.
+const RUNS_MAX: u32 = 4;
+/// A claim that the store certainly refused is sent this often: a restart or a dropped connection
+/// is over by then, and a store that is down is reported quickly.
+const UNAVAILABLE_TRIES: u32 = 3;
+/// Pauses before a call is sent again; the third and later ones are equal.
+const PAUSES: [Duration; 3] =
+    [Duration::from_millis(20), Duration::from_millis(60), Duration::from_millis(150)];
+/// When to come back if the store cannot be asked: outages are seconds long, clients are many.
+const RETRY_AFTER_UNAVAILABLE: Duration = Duration::from_secs(1);
+/// A lease of which this part has passed before the handler could start is renewed first.
+const STALE_AFTER: (u32, u32) = (2, 3);
+
+impl Engine {
+    /// An engine on this store.
+    pub fn new(store: impl Store) -> Self {
+        Self::with_limits(store, WaitLimits::default())
+    }
+
+    /// An engine on this store with other limits on waiting.
+    pub fn with_limits(store: impl Store, limits: WaitLimits) -> Self {
+        observe::describe();
+        Self(Arc::new(Shared {
+            store: Arc::new(store),
+            room: Room::new(limits),
+            tracker: TaskTracker::new(),
+            closing: CancellationToken::new(),
+            running: Mutex::default(),
+            next_run: AtomicU64::new(0),
+        }))
+    }
+
+    /// The store.
+    #[must_use]
+    pub fn store(&self) -> &Arc<dyn Store> {
+        &self.0.store
+    }
+
+    /// Shuts down: takes no more claims (new requests get 503), waits for running handlers up to
+    /// `grace`, then marks the keys of those that are left as of unknown outcome and tells them
+    /// that their lease is lost.
+    ///
+    /// Call it after the server has stopped accepting, and before the runtime ends: handlers run
+    /// in tasks of their own, and their clients may have left long ago.
+    ///
+    /// # Cancel safety
+    /// Dropping the future stops the waiting, not the handlers. It may be called again.
+    pub async fn drain(&self, grace: Duration) -> Drained {
+        self.0.closing.cancel();
+        self.0.tracker.close();
+        let finished = timeout(grace, self.0.tracker.wait()).await.is_ok();
+        if finished {
+            return Drained { unfinished: 0 };
+        }
+        let left: Vec<_> = {
+            let running = self.running();
+            running
+                .values()
+                .map(|run| (Arc::clone(&run.lease), run.policy, run.lost.clone()))
+                .collect()
+        };
+        let unfinished = left.len();
+        join_all(left.into_iter().map(async |(lease, policy, lost)| {
+            lost.cancel();
+            let settle = Settle::Release(Verdict::Unknown);
+            self.settle(&lease, &settle, &policy, policy.claim_within).await;
+        }))
+        .await;
+        tracing::warn!(unfinished, "shutdown with running handlers: their outcomes are unknown");
+        Drained { unfinished }
+    }
+
+    fn running(&self) -> MutexGuard<'_, HashMap<u64, Running>> {
+        // Nothing that can panic runs while the map is half changed.
+        self.0.running.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Takes a request from its claim to its conclusion, in a task that outlives the caller.
+    ///
+    /// # Cancel safety
+    /// Dropping the future leaves the task running: the handler finishes and is recorded.
+    pub(crate) async fn execute<T, H, F>(&self, call: Call, handler: H) -> Conclusion<T>
+    where
+        H: FnMut(Run) -> F + Send + 'static,
+        F: Future<Output = Ran<T>> + Send,
+        T: Send + 'static,
+    {
+        if self.0.closing.is_cancelled() {
+            return Conclusion::refused(unavailable());
+        }
+        let (answer, answered) = oneshot::channel();
+        let engine = self.clone();
+        let task = async move { engine.conduct(call, handler, answer).await };
+        self.0.tracker.spawn(task.in_current_span());
+        // The task answers unless the runtime ends under it; then nobody knows what it had done.
+        answered.await.unwrap_or_else(|_| Conclusion::refused(RejectionKind::OutcomeUnknown))
+    }
+
+    async fn conduct<T, H, F>(
+        self,
+        call: Call,
+        mut handler: H,
+        mut answer: oneshot::Sender<Conclusion<T>>,
+    ) where
+        H: FnMut(Run) -> F + Send,
+        F: Future<Output = Ran<T>> + Send,
+        T: Send,
+    {
+        let arrived = Instant::now();
+        for run in 1..=RUNS_MAX {
+            let conclusion = match self.claim(&call, &mut answer).await {
+                Claimed::Lease(held) => match self.run(&call, held, &mut handler, run).await {
+                    Some(conclusion) => conclusion,
+                    None => continue,
+                },
+                Claimed::StoreDown(claim)
+                    if call.policy.store_down == StoreDown::RunUnprotected =>
+                {
+                    self.run_unprotected(&call, claim, &mut handler).await
+                }
+                Claimed::StoreDown(claim) => {
+                    self.give_up(&call, claim);
+                    Conclusion::refused(unavailable())
+                }
+                Claimed::Concluded(conclusion) => conclusion,
+            };
+            conclusion.tell(call.storage_key, arrived.elapsed());
+            // Whoever asked may have left; the record is what counts.
+            drop(answer.send(conclusion));
+            return;
+        }
+        let conclusion = Conclusion::refused(unavailable());
+        conclusion.tell(call.storage_key, arrived.elapsed());
+        drop(answer.send(conclusion));
+    }
+
+    /// Claims the key, waiting for a running twin within the policy's bound.
+    async fn claim<T>(
+        &self,
+        call: &Call,
+        answer: &mut oneshot::Sender<Conclusion<T>>,
+    ) -> Claimed<T> {
+        let policy = &call.policy;
+        let claim = Claim {
+            holder: HolderId::random(),
+            fingerprints: call.fingerprints,
+            terms: policy.terms,
+            on_expired: policy.recovery.on_expired(),
+        };
+        let wait_until = Instant::now() + policy.wait;
+        let mut seat = None;
+        loop {
+            let since = Instant::now();
+            let outcome = self.claim_surely(call.storage_key, &claim, policy).await;
+            if let (Some((seat, _)), false) =
+                (&seat, matches!(outcome, Ok(ClaimOutcome::InFlight { .. })))
+            {
+                wait::Seat::wake_others(seat);
+            }
+            let remaining = match outcome {
+                Err(_) => return Claimed::StoreDown(claim),
+                Ok(ClaimOutcome::Acquired(lease)) => {
+                    return Claimed::Lease(Held { lease: Arc::new(lease), since });
+                }
+                Ok(ClaimOutcome::InFlight { remaining }) => remaining,
+                Ok(ClaimOutcome::Completed(response)) => {
+                    return Claimed::Concluded(Conclusion::replay(response));
+                }
+                Ok(ClaimOutcome::Mismatch) => return Claimed::refused(RejectionKind::KeyReused),
+                Ok(ClaimOutcome::Indeterminate(_)) => {
+                    return Claimed::refused(RejectionKind::OutcomeUnknown);
+                }
+                Ok(ClaimOutcome::Unreadable) => {
+                    tracing::error!(
+                        key = %call.storage_key.log_id(),
+                        store = self.0.store.name(),
+                        "a record cannot be read, or was made by a recipe that is not accepted"
+                    );
+                    return Claimed::refused(unreadable());
+                }
+            };
+            let in_use = || {
+                let rejection = Rejection::new(RejectionKind::KeyInUse).with_retry_after(remaining);
+                Claimed::Concluded(Conclusion::Refused(rejection))
+            };
+            if Instant::now() >= wait_until || self.0.closing.is_cancelled() {
+                return in_use();
+            }
+            if seat.is_none() {
+                seat = self.0.room.take_seat(call.storage_key).map(|seat| (seat, Gauge::waiting()));
+            }
+            let Some((seat, _)) = &mut seat else {
+                return Claimed::refused(
+                    Rejection::new(RejectionKind::TooManyWaiting).with_retry_after(remaining),
+                );
+            };
+            tokio::select! {
+                biased;
+                // Also when the time is up: only the store knows what is left of the lease by now.
+                _ = seat.wait(wait_until) => {}
+                () = self.0.closing.cancelled() => return in_use(),
+                // Nobody waits for this answer any more, and nothing of ours is running.
+                () = answer.closed() => return in_use(),
+            }
+        }
+    }
+
+    /// Sends a claim, and again under the same holder id until its outcome is known.
+    async fn claim_surely(
+        &self,
+        key: StorageKey,
+        claim: &Claim,
+        policy: &Policy,
+    ) -> Result<ClaimOutcome<Lease>, StoreError> {
+        let deadline = Instant::now() + policy.claim_within;
+        let mut tries = 0;
+        loop {
+            let bound = policy.store_call.min(deadline.saturating_duration_since(Instant::now()));
+            let call = self.0.store.claim(key, claim);
+            let error = match self.timed("claim", bound, call).await {
+                Ok(outcome) => return Ok(outcome),
+                Err(error) => error,
+            };
+            tries += 1;
+            let again = match error.kind() {
+                StoreErrorKind::OutcomeUnknown => true,
+                StoreErrorKind::Unavailable | StoreErrorKind::RolledBack => {
+                    tries < UNAVAILABLE_TRIES
+                }
+                StoreErrorKind::Full | StoreErrorKind::Backend => false,
+            };
+            let pause = pause(tries);
+            if !again || Instant::now() + pause >= deadline {
+                tracing::error!(key = %key.log_id(), tries, error = ?error, "the key cannot be claimed");
+                return Err(error);
+            }
+            observe::call_again("claim");
+            sleep(pause).await;
+        }
+    }
+
+    /// Runs the handler under its lease and records what it came to. `None`: the store rolled
+    /// everything back, and the whole unit runs again.
+    async fn run<T, H, F>(
+        &self,
+        call: &Call,
+        held: Held,
+        handler: &mut H,
+        run: u32,
+    ) -> Option<Conclusion<T>>
+    where
+        H: FnMut(Run) -> F + Send,
+        F: Future<Output = Ran<T>> + Send,
+        T: Send,
+    {
+        let Held { lease, since } = held;
+        let policy = &call.policy;
+        let _in_flight = Gauge::in_flight();
+        let owning = self.0.room.own(call.storage_key);
+        let since = match self.freshened(&lease, since, policy).await {
+            Ok(since) => since,
+            Err(rejection) => return Some(Conclusion::Refused(rejection)),
+        };
+        if lease.grant().takeover {
+            observe::takeover();
+        }
+        let lost = CancellationToken::new();
+        let _registered = self.register(&lease, policy, &lost);
+        let execution = Execution::held(&call.key, call.seed, &lease, &lost);
+        let input = Run {
+            execution,
+            attachments: lease.attachments().clone(),
+            may_repeat: lease.is_repeatable() && run < RUNS_MAX,
+        };
+        let kept = Kept { engine: self, lease: &lease, policy, since, lost: &lost };
+        let work = async {
+            // The call itself may panic, not only the future it makes.
+            let ran = async { handler(input).await };
+            let ran = AssertUnwindSafe(ran).catch_unwind().await;
+            let settle = match &ran {
+                Ok(ran) => ran.settle.clone(),
+                Err(_) => Settle::Release(Verdict::Unknown),
+            };
+            let settled = self.settle(&lease, &settle, policy, policy.complete_within).await;
+            (ran, settle, settled)
+        };
+        let (ran, settle, settled) = kept.during(work).await;
+        drop(owning);
+        if settled == Settled::RolledBack && lease.is_repeatable() {
+            return None;
+        }
+        let Ok(Ran { reply, .. }) = ran else {
+            tracing::error!(key = %call.storage_key.log_id(), "a handler panicked: its outcome is unknown");
+            self.settle_later(&lease, settle, policy, &settled);
+            return Some(Conclusion::refused(RejectionKind::HandlerFailed));
+        };
+        let conclusion = Self::conclude(reply, &settle, settled.clone(), policy);
+        self.settle_later(&lease, settle, policy, &settled);
+        Some(conclusion)
+    }
+
+    /// Makes sure that enough of the lease is left to start a handler, after a slow claim.
+    async fn freshened(
+        &self,
+        lease: &Arc<Lease>,
+        since: Instant,
+        policy: &Policy,
+    ) -> Result<Instant, Rejection> {
+        let (part, whole) = STALE_AFTER;
+        if since.elapsed() < policy.terms.lease * part / whole {
+            return Ok(since);
+        }
+        let sent = Instant::now();
+        let renewal = Renewal { terms: policy.terms, checkpoint: None };
+        match self.renew(lease, &renewal, policy).await {
+            Ok(RenewOutcome::Renewed | RenewOutcome::Restored) => Ok(sent),
+            Ok(RenewOutcome::Lost | RenewOutcome::Unreadable) | Err(_) => {
+                // The handler has not started, so the key can be freed if it is still ours.
+                self.settle_in_background(lease, Settle::Release(Verdict::NoEffect), policy);
+                Err(unavailable())
+            }
+        }
+    }
+
+    /// Runs the handler without a lease, because the route says so.
+    async fn run_unprotected<T, H, F>(
+        &self,
+        call: &Call,
+        claim: Claim,
+        handler: &mut H,
+    ) -> Conclusion<T>
+    where
+        H: FnMut(Run) -> F + Send,
+        F: Future<Output = Ran<T>> + Send,
+        T: Send,
+    {
+        let execution = Execution::unprotected(&call.key, call.seed);
+        let input = Run { execution, attachments: http::Extensions::new(), may_repeat: false };
+        let ran = AssertUnwindSafe(async { handler(input).await }).catch_unwind().await;
+        // The claim may have reached the store after all. If so this settles it; if the store
+        // comes back in time, the answer is kept for retries.
+        let (settle, conclusion) = match ran {
+            Ok(Ran { settle, reply }) => (settle, Conclusion::Unprotected(reply)),
+            Err(_) => (
+                Settle::Release(Verdict::Unknown),
+                Conclusion::refused(RejectionKind::HandlerFailed),
+            ),
+        };
+        self.settle_in_background(&unconfirmed(call, &claim), settle, &call.policy);
+        conclusion
+    }
+
+    /// Frees a key whose claim may have reached the store although nobody will run.
+    fn give_up(&self, call: &Call, claim: Claim) {
+        let lease = unconfirmed(call, &claim);
+        self.settle_in_background(&lease, Settle::Release(Verdict::NoEffect), &call.policy);
+    }
+
+    async fn renew(
+        &self,
+        lease: &Lease,
+        renewal: &Renewal,
+        policy: &Policy,
+    ) -> Result<RenewOutcome, StoreError> {
+        self.timed("renew", policy.store_call, self.0.store.renew(lease, renewal)).await
+    }
+
+    /// One call to the store, bounded and measured.
+    async fn timed<T>(
+        &self,
+        verb: &'static str,
+        bound: Duration,
+        call: impl Future<Output = Result<T, StoreError>>,
+    ) -> Result<T, StoreError> {
+        let sent = Instant::now();
+        let result = match timeout(bound, call).await {
+            Ok(result) => result,
+            Err(elapsed) => {
+                let kind = StoreErrorKind::OutcomeUnknown;
+                Err(StoreError::new(kind, self.0.store.name(), verb).with_source(elapsed))
+            }
+        };
+        observe::store_call(&*self.0.store, verb, sent.elapsed());
+        result
+    }
+
+    fn register(
+        &self,
+        lease: &Arc<Lease>,
+        policy: &Policy,
+        lost: &CancellationToken,
+    ) -> Registered {
+        let id = self.0.next_run.fetch_add(1, Ordering::Relaxed);
+        let run = Running { lease: Arc::clone(lease), policy: *policy, lost: lost.clone() };
+        self.running().insert(id, run);
+        Registered { engine: self.clone(), id }
+    }
+}
+
+impl fmt::Debug for Engine {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Engine")
+            .field("store", &self.0.store)
+            .field("running", &self.running().len())
+            .field("closing", &self.0.closing.is_cancelled())
+            .finish_non_exhaustive()
+    }
+}
+
+/// Removes a run from the register when it is over.
+struct Registered {
+    engine: Engine,
+    id: u64,
+}
+
+impl Drop for Registered {
+    fn drop(&mut self) {
+        self.engine.running().remove(&self.id);
+    }
+}
+
+/// A lease, and when it was asked for.
+struct Held {
+    lease: Arc<Lease>,
+    since: Instant,
+}
+
+/// How claiming ended.
+enum Claimed<T> {
+    Lease(Held),
+    StoreDown(Claim),
+    Concluded(Conclusion<T>),
+}
+
+impl<T> Claimed<T> {
+    fn refused(rejection: impl Into<Rejection>) -> Self {
+        Self::Concluded(Conclusion::refused(rejection))
+    }
+}
+
+impl<T> Conclusion<T> {
+    fn refused(rejection: impl Into<Rejection>) -> Self {
+        Self::Refused(rejection.into())
+    }
+
+    fn replay(encoded: Bytes) -> Self {
+        match StoredResponse::decode(encoded) {
+            Ok(response) => Self::Replay(Box::new(response)),
+            Err(error) => {
+                tracing::error!(%error, "a stored response cannot be read");
+                Self::refused(unreadable())
+            }
+        }
+    }
+
+    fn tell(&self, key: StorageKey, elapsed: Duration) {
+        match self {
+            Self::Ran(_, seen) => observe::seen(*seen, key, elapsed),
+            Self::NotStored(_) => observe::seen(Seen::NotStored, key, elapsed),
+            Self::Unprotected(_) => observe::seen(Seen::Unprotected, key, elapsed),
+            Self::Replay(_) => observe::seen(Seen::Replayed, key, elapsed),
+            Self::Refused(rejection) => observe::refused(rejection.kind(), Some(key)),
+        }
+    }
+}
+
+impl From<RejectionKind> for Rejection {
+    fn from(kind: RejectionKind) -> Self {
+        Self::new(kind)
+    }
+}
+
+fn unavailable() -> Rejection {
+    Rejection::new(RejectionKind::StoreUnavailable).with_retry_after(RETRY_AFTER_UNAVAILABLE)
+}
+
+fn unreadable() -> Rejection {
+    Rejection::new(RejectionKind::RecordUnreadable).with_retry_after(RETRY_AFTER_UNAVAILABLE)
+}
+
+/// The lease of a claim that was never confirmed, as far as it is known: enough to give it up.
+fn unconfirmed(call: &Call, claim: &Claim) -> Arc<Lease> {
+    let grant = Grant {
+        attempt: Attempt::FIRST,
+        fence: Fence::from_number(0),
+        created: Millis(0),
+        takeover: false,
+        checkpoint: Bytes::new(),
+    };
+    Arc::new(Lease::new(call.storage_key, claim, grant))
+}
+
+/// The pause after the given number of tries, between half of it and all of it.
+fn pause(tries: u32) -> Duration {
+    let index = (tries.saturating_sub(1) as usize).min(PAUSES.len() - 1);
+    let mut random = [0; 1];
+    // Without randomness the pauses are equal, which is no reason to fail.
+    let _ = getrandom::fill(&mut random);
+    PAUSES[index] * (256 + u32::from(random[0])) / 512
+}

@@ -1,0 +1,187 @@
+//! Settling: recording what a run came to, sent again within a bound, and longer in the background.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use tokio::time::{Instant, sleep};
+use tracing::Instrument as _;
+
+use super::observe::Seen;
+use super::{Conclusion, Engine, Settle, observe, pause, unavailable};
+use crate::config::{Policy, Recovery};
+use crate::error::{RejectionKind, StoreError, StoreErrorKind};
+use crate::record::{CompleteOutcome, Completion, Release, ReleaseOutcome, Verdict};
+use crate::store::Lease;
+
+/// What came of recording a run.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub(super) enum Settled {
+    /// The response is recorded.
+    Stored,
+    /// The claim is given up, or was not ours any more.
+    Released,
+    /// Another run of the same request was first; this is its response.
+    Superseded(Bytes),
+    /// Somebody else holds the key, or it was settled otherwise.
+    Lost,
+    /// The store undid everything.
+    RolledBack,
+    /// Nobody knows, within the bound.
+    Unconfirmed,
+    /// The store refuses for good.
+    Refused,
+}
+
+impl Engine {
+    /// Records what a run came to; calls the store again until it answers, at most for `within`.
+    pub(super) async fn settle(
+        &self,
+        lease: &Lease,
+        settle: &Settle,
+        policy: &Policy,
+        within: Duration,
+    ) -> Settled {
+        let deadline = Instant::now() + within;
+        let mut tries = 0;
+        loop {
+            let bound = policy.store_call.min(deadline.saturating_duration_since(Instant::now()));
+            let error = match self.settle_once(lease, settle, policy, bound).await {
+                Ok(settled) => return settled,
+                Err(error) => error,
+            };
+            tries += 1;
+            match error.kind() {
+                StoreErrorKind::RolledBack => return Settled::RolledBack,
+                StoreErrorKind::OutcomeUnknown
+                | StoreErrorKind::Unavailable
+                | StoreErrorKind::Full
+                | StoreErrorKind::Backend => {}
+            }
+            let pause = pause(tries);
+            if Instant::now() + pause >= deadline {
+                tracing::error!(
+                    key = %lease.key().log_id(), tries, error = ?error, "a run cannot be recorded in time"
+                );
+                return Settled::Unconfirmed;
+            }
+            observe::call_again("settle");
+            sleep(pause).await;
+        }
+    }
+
+    async fn settle_once(
+        &self,
+        lease: &Lease,
+        settle: &Settle,
+        policy: &Policy,
+        bound: Duration,
+    ) -> Result<Settled, StoreError> {
+        match settle {
+            Settle::Complete(response) => {
+                let completion = Completion { terms: policy.terms, response: response.clone() };
+                let call = self.store().complete(lease, &completion);
+                let outcome = self.timed("complete", bound, call).await?;
+                Ok(self.completed(lease, outcome))
+            }
+            Settle::Release(verdict) => {
+                let release = Release { terms: policy.terms, verdict: *verdict };
+                let call = self.store().release(lease, &release);
+                match self.timed("release", bound, call).await? {
+                    ReleaseOutcome::Released | ReleaseOutcome::NotHeld => Ok(Settled::Released),
+                    ReleaseOutcome::Unreadable => Ok(Settled::Refused),
+                }
+            }
+        }
+    }
+
+    fn completed(&self, lease: &Lease, outcome: CompleteOutcome) -> Settled {
+        let key = lease.key();
+        match outcome {
+            CompleteOutcome::Stored => Settled::Stored,
+            CompleteOutcome::Healed => {
+                observe::completion_healed();
+                tracing::info!(key = %key.log_id(), "a late answer settled an unknown outcome");
+                Settled::Stored
+            }
+            CompleteOutcome::Restored => {
+                tracing::warn!(key = %key.log_id(), "the store had lost a record; it is restored");
+                Settled::Stored
+            }
+            CompleteOutcome::Superseded(response) => {
+                observe::completion_refused();
+                Settled::Superseded(response)
+            }
+            CompleteOutcome::Mismatch | CompleteOutcome::Lost => {
+                observe::completion_refused();
+                tracing::warn!(key = %key.log_id(), "an answer came too late: the key is held by somebody else");
+                Settled::Lost
+            }
+            CompleteOutcome::Unreadable => Settled::Refused,
+        }
+    }
+
+    /// What the client is told after a run, given what could be recorded of it.
+    pub(super) fn conclude<T>(
+        reply: T,
+        settle: &Settle,
+        settled: Settled,
+        policy: &Policy,
+    ) -> Conclusion<T> {
+        match (settled, settle) {
+            (Settled::Stored | Settled::Released, Settle::Complete(_)) => {
+                Conclusion::Ran(reply, Seen::Executed)
+            }
+            (Settled::Stored | Settled::Released, Settle::Release(Verdict::NoEffect)) => {
+                Conclusion::Ran(reply, Seen::Released)
+            }
+            (Settled::Stored | Settled::Released, Settle::Release(Verdict::Unknown)) => {
+                Conclusion::Ran(reply, Seen::Unknown)
+            }
+            (Settled::Superseded(response), _) => Conclusion::replay(response),
+            (Settled::Lost, _) => Conclusion::refused(match policy.recovery {
+                // Somebody settled the key otherwise while the handler ran.
+                Recovery::AtMostOnce => RejectionKind::OutcomeUnknown,
+                // A later run holds the key; its answer will be the one.
+                Recovery::AtLeastOnce => RejectionKind::KeyInUse,
+            }),
+            // There is no answer that a later run could contradict.
+            (_, Settle::Release(_)) => Conclusion::NotStored(reply),
+            (
+                Settled::Unconfirmed | Settled::Refused | Settled::RolledBack,
+                Settle::Complete(_),
+            ) => {
+                match policy.recovery {
+                    // Nothing will run again, so the true answer cannot be contradicted later.
+                    Recovery::AtMostOnce => Conclusion::NotStored(reply),
+                    // A later run may give another answer, so this one must not be given.
+                    Recovery::AtLeastOnce => Conclusion::refused(unavailable()),
+                }
+            }
+        }
+    }
+
+    /// Goes on recording in the background if the client had to be answered without it: a late
+    /// answer still settles the key, as long as nobody else holds it.
+    pub(super) fn settle_later(
+        &self,
+        lease: &Arc<Lease>,
+        settle: Settle,
+        policy: &Policy,
+        settled: &Settled,
+    ) {
+        if *settled == Settled::Unconfirmed {
+            self.settle_in_background(lease, settle, policy);
+        }
+    }
+
+    /// Records in a tracked task, for as long as a lease lasts: after that, retries are told that
+    /// the outcome is unknown anyway.
+    pub(super) fn settle_in_background(&self, lease: &Arc<Lease>, settle: Settle, policy: &Policy) {
+        let (engine, lease, policy) = (self.clone(), Arc::clone(lease), *policy);
+        let task = async move {
+            engine.settle(&lease, &settle, &policy, policy.terms.lease).await;
+        };
+        self.0.tracker.spawn(task.in_current_span());
+    }
+}

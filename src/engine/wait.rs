@@ -1,0 +1,312 @@
+//! Waiting for a running twin, bounded, without holding anything of the store.
+//!
+//! A waiter never runs because "the key looks free": it is woken, and claims again.
+//!
+//! * The twin runs in this process: its end wakes all waiters at once.
+//! * It runs elsewhere: one waiter per key polls, every few milliseconds at first and tens of
+//!   milliseconds later, and wakes the others. So a storm on one key costs one poll at a time.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use tokio::sync::{Notify, Semaphore};
+use tokio::time::{Instant, sleep, sleep_until};
+use tokio_util::sync::CancellationToken;
+
+use crate::scope::StorageKey;
+
+/// How many requests may wait for running twins.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+#[non_exhaustive]
+pub struct WaitLimits {
+    /// For one key. A client with more retries than this in the air is in a loop.
+    pub per_key: usize,
+    /// In all. Each waiting request holds its body in memory.
+    pub total: usize,
+}
+
+impl Default for WaitLimits {
+    /// 256 for one key, 4,096 in all.
+    fn default() -> Self {
+        Self { per_key: 256, total: 4096 }
+    }
+}
+
+/// Who runs and who waits in this process. Entries live as long as somebody is in them.
+#[derive(Debug)]
+pub(super) struct Room {
+    limits: WaitLimits,
+    keys: Mutex<Keys>,
+}
+
+#[derive(Debug, Default)]
+struct Keys {
+    by_key: HashMap<StorageKey, Entry>,
+    waiting: usize,
+}
+
+#[derive(Debug, Default)]
+struct Entry {
+    owners: usize,
+    waiting: usize,
+    /// Cancelled when an owner of this process has settled; made by the first waiter that wants it.
+    settled: Option<CancellationToken>,
+    elsewhere: Option<Arc<Elsewhere>>,
+}
+
+/// What the waiters for a twin in another process share.
+#[derive(Debug)]
+struct Elsewhere {
+    /// The right to poll.
+    poll: Semaphore,
+    changed: Notify,
+}
+
+/// Marks a key as run by this process until it is dropped.
+#[derive(Debug)]
+pub(super) struct Owning {
+    room: Arc<Room>,
+    key: StorageKey,
+}
+
+/// A place among those who wait for a key.
+#[derive(Debug)]
+pub(super) struct Seat {
+    room: Arc<Room>,
+    key: StorageKey,
+    next_poll: Duration,
+}
+
+/// Why a wait ended.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) enum Woken {
+    /// It is time to claim again.
+    ClaimAgain,
+    /// The time is up.
+    TimedOut,
+}
+
+/// The first poll comes soon, for a twin that settled just before the wait began.
+const POLL_FIRST: Duration = Duration::from_millis(5);
+/// Later polls: a waiter learns of an answer within tens of milliseconds.
+const POLL_MAX: Duration = Duration::from_millis(40);
+
+impl Room {
+    pub(super) fn new(limits: WaitLimits) -> Arc<Self> {
+        Arc::new(Self { limits, keys: Mutex::default() })
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Keys> {
+        // Nothing that can panic runs while entries are half changed.
+        self.keys.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn own(self: &Arc<Self>, key: StorageKey) -> Owning {
+        self.lock().by_key.entry(key).or_default().owners += 1;
+        Owning { room: Arc::clone(self), key }
+    }
+
+    /// A seat, or `None` if too many wait already.
+    pub(super) fn take_seat(self: &Arc<Self>, key: StorageKey) -> Option<Seat> {
+        let mut keys = self.lock();
+        let waiting = keys.by_key.get(&key).map_or(0, |entry| entry.waiting);
+        if keys.waiting >= self.limits.total || waiting >= self.limits.per_key {
+            return None;
+        }
+        keys.by_key.entry(key).or_default().waiting += 1;
+        keys.waiting += 1;
+        Some(Seat { room: Arc::clone(self), key, next_poll: POLL_FIRST })
+    }
+
+    /// Leaves a key's entry by `leave`, and removes the entry once nobody is in it.
+    fn leave(&self, key: StorageKey, leave: impl FnOnce(&mut Entry, &mut usize)) {
+        let mut keys = self.lock();
+        let Keys { by_key, waiting } = &mut *keys;
+        if let Some(entry) = by_key.get_mut(&key) {
+            leave(entry, waiting);
+            if entry.owners == 0 && entry.waiting == 0 {
+                by_key.remove(&key);
+            }
+        }
+    }
+
+    #[cfg(test)]
+    pub(super) fn is_empty(&self) -> bool {
+        let keys = self.lock();
+        keys.by_key.is_empty() && keys.waiting == 0
+    }
+}
+
+impl Drop for Owning {
+    fn drop(&mut self) {
+        self.room.leave(self.key, |entry, _| {
+            entry.owners -= 1;
+            if let Some(settled) = entry.settled.take() {
+                settled.cancel();
+            }
+            if let Some(elsewhere) = &entry.elsewhere {
+                elsewhere.changed.notify_waiters();
+            }
+        });
+    }
+}
+
+impl Drop for Seat {
+    fn drop(&mut self) {
+        self.room.leave(self.key, |entry, waiting| {
+            entry.waiting -= 1;
+            *waiting -= 1;
+        });
+    }
+}
+
+/// Whom a waiter waits for.
+enum Twin {
+    Here(CancellationToken),
+    Elsewhere(Arc<Elsewhere>),
+}
+
+impl Seat {
+    /// Waits until it is worth claiming again, at most until `deadline`.
+    ///
+    /// # Cancel safety
+    /// Dropping the future leaves the seat as it was.
+    pub(super) async fn wait(&mut self, deadline: Instant) -> Woken {
+        let twin = self.twin();
+        tokio::select! {
+            biased;
+            () = self.woken(twin) => Woken::ClaimAgain,
+            () = sleep_until(deadline) => Woken::TimedOut,
+        }
+    }
+
+    /// Tells the others that the key has changed.
+    pub(super) fn wake_others(&self) {
+        let keys = self.room.lock();
+        if let Some(elsewhere) =
+            keys.by_key.get(&self.key).and_then(|entry| entry.elsewhere.as_ref())
+        {
+            elsewhere.changed.notify_waiters();
+        }
+    }
+
+    fn twin(&self) -> Twin {
+        let mut keys = self.room.lock();
+        let entry = keys.by_key.entry(self.key).or_default();
+        if entry.owners > 0 {
+            Twin::Here(entry.settled.get_or_insert_default().clone())
+        } else {
+            let elsewhere = entry.elsewhere.get_or_insert_with(|| {
+                Arc::new(Elsewhere { poll: Semaphore::new(1), changed: Notify::new() })
+            });
+            Twin::Elsewhere(Arc::clone(elsewhere))
+        }
+    }
+
+    async fn woken(&mut self, twin: Twin) {
+        match twin {
+            Twin::Here(settled) => settled.cancelled().await,
+            Twin::Elsewhere(elsewhere) => {
+                let pause = self.next_poll;
+                self.next_poll = (pause * 3 / 2).min(POLL_MAX);
+                let poll = async {
+                    // Held for the pause only: whoever claims next does not keep the others from
+                    // polling, and a closed semaphore does not exist here.
+                    let _right = elsewhere.poll.acquire().await;
+                    sleep(pause).await;
+                };
+                tokio::select! {
+                    biased;
+                    () = elsewhere.changed.notified() => {}
+                    () = poll => {}
+                }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const KEY: StorageKey = StorageKey::from_bytes([7; 24]);
+
+    fn soon() -> Instant {
+        Instant::now() + Duration::from_secs(2)
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn the_end_of_a_twin_in_this_process_wakes_all_waiters_at_once() {
+        let room = Room::new(WaitLimits::default());
+        let owning = room.own(KEY);
+        let start = Instant::now();
+        let waiters: Vec<_> = (0..50)
+            .map(|_| {
+                let mut seat = room.take_seat(KEY).unwrap();
+                tokio::spawn(async move { seat.wait(soon()).await })
+            })
+            .collect();
+        tokio::task::yield_now().await;
+        drop(owning);
+        for waiter in waiters {
+            assert_eq!(waiter.await.unwrap(), Woken::ClaimAgain);
+        }
+        assert_eq!(start.elapsed(), Duration::ZERO);
+        assert!(room.is_empty());
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn one_waiter_at_a_time_polls_for_a_twin_elsewhere() {
+        let room = Room::new(WaitLimits::default());
+        let polls = Arc::new(std::sync::atomic::AtomicUsize::new(0));
+        let deadline = Instant::now() + Duration::from_secs(1);
+        let waiters: Vec<_> = (0..50)
+            .map(|_| {
+                let mut seat = room.take_seat(KEY).unwrap();
+                let polls = Arc::clone(&polls);
+                tokio::spawn(async move {
+                    while seat.wait(deadline).await == Woken::ClaimAgain {
+                        polls.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+                    }
+                })
+            })
+            .collect();
+        for waiter in waiters {
+            waiter.await.unwrap();
+        }
+        // 50 independent pollers would make more than 50 * 1000 / 40 = 1250 polls.
+        let polls = polls.load(std::sync::atomic::Ordering::Relaxed);
+        assert!((25..=201).contains(&polls), "{polls} polls");
+        assert!(room.is_empty());
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn who_sees_a_change_wakes_the_others() {
+        let room = Room::new(WaitLimits::default());
+        let mut first = room.take_seat(KEY).unwrap();
+        let mut second = room.take_seat(KEY).unwrap();
+        let second = tokio::spawn(async move {
+            second.next_poll = Duration::from_secs(3600);
+            second.wait(soon()).await
+        });
+        tokio::task::yield_now().await;
+        first.wake_others();
+        assert_eq!(second.await.unwrap(), Woken::ClaimAgain);
+        assert_eq!(first.wait(Instant::now()).await, Woken::TimedOut);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn seats_are_limited_per_key_and_in_all_and_come_back() {
+        let room = Room::new(WaitLimits { per_key: 2, total: 3 });
+        let other = StorageKey::from_bytes([8; 24]);
+        let seats = [room.take_seat(KEY).unwrap(), room.take_seat(KEY).unwrap()];
+        assert!(room.take_seat(KEY).is_none());
+        let third = room.take_seat(other).unwrap();
+        assert!(room.take_seat(other).is_none());
+        drop(seats);
+        assert!(room.take_seat(KEY).is_some());
+        drop(third);
+        assert!(room.is_empty());
+    }
+}

@@ -1,0 +1,26 @@
+//! The guide: what is decided, why, and what to do when something goes wrong.
+//!
+//! | chapter | for |
+//! |---|---|
+//! | [guarantees] | what is promised, in which mode, and what ends it |
+//! | [states] | what a key goes through |
+//! | [problems] | every refusal: what it means, what the client should do |
+//! | [defaults] | every default and its reason, and where this crate departs from others |
+//! | [layers] | where the layer goes among others |
+//! | [redis](mod@redis) | what Redis must be like |
+//! | [architecture] | the house: floors, invariants, where to change what |
+
+#[doc = include_str!("architecture.md")]
+pub mod architecture {}
+#[doc = include_str!("defaults.md")]
+pub mod defaults {}
+#[doc = include_str!("guarantees.md")]
+pub mod guarantees {}
+#[doc = include_str!("layers.md")]
+pub mod layers {}
+#[doc = include_str!("problems.md")]
+pub mod problems {}
+#[doc = include_str!("redis.md")]
+pub mod redis {}
+#[doc = include_str!("states.md")]
+pub mod states {}

@@ -1,0 +1,94 @@
+//! The response body: passed through, buffered, or begun in a buffer and passed through after it.
+
+use std::collections::VecDeque;
+use std::pin::Pin;
+use std::task::{Context, Poll, ready};
+
+use bytes::{Buf, Bytes};
+use http_body::{Body, Frame, SizeHint};
+
+pin_project_lite::pin_project! {
+    /// The body of a response that went through the layer.
+    ///
+    /// A body that is passed through keeps its frames, trailers and errors.
+    #[derive(Debug)]
+    pub struct ResponseBody<B> {
+        // What was read while it was open whether the body can be kept.
+        read: VecDeque<Bytes>,
+        #[pin]
+        rest: Rest<B>,
+    }
+}
+
+pin_project_lite::pin_project! {
+    #[project = RestProj]
+    #[derive(Debug)]
+    enum Rest<B> {
+        None,
+        Body { #[pin] body: B },
+        // Frames of it have been read already.
+        Begun { body: Pin<Box<B>> },
+    }
+}
+
+impl<B> ResponseBody<B> {
+    pub(super) fn passed(body: B) -> Self {
+        Self { read: VecDeque::new(), rest: Rest::Body { body } }
+    }
+
+    pub(super) fn full(bytes: Bytes) -> Self {
+        let read = if bytes.is_empty() { VecDeque::new() } else { VecDeque::from([bytes]) };
+        Self { read, rest: Rest::None }
+    }
+
+    pub(super) fn begun(read: VecDeque<Bytes>, body: Pin<Box<B>>) -> Self {
+        Self { read, rest: Rest::Begun { body } }
+    }
+}
+
+impl<B: Body> Body for ResponseBody<B> {
+    type Data = Bytes;
+    type Error = B::Error;
+
+    fn poll_frame(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, B::Error>>> {
+        let this = self.project();
+        if let Some(bytes) = this.read.pop_front() {
+            return Poll::Ready(Some(Ok(Frame::data(bytes))));
+        }
+        let frame = match this.rest.project() {
+            RestProj::None => return Poll::Ready(None),
+            RestProj::Body { body } => ready!(body.poll_frame(cx)),
+            RestProj::Begun { body } => ready!(body.as_mut().poll_frame(cx)),
+        };
+        // Bytes give themselves away here without a copy.
+        let to_bytes = |mut data: B::Data| data.copy_to_bytes(data.remaining());
+        Poll::Ready(frame.map(|frame| frame.map(|frame| frame.map_data(to_bytes))))
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.read.is_empty()
+            && match &self.rest {
+                Rest::None => true,
+                Rest::Body { body } => body.is_end_stream(),
+                Rest::Begun { body } => body.is_end_stream(),
+            }
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        let read: u64 = self.read.iter().map(|bytes| bytes.len() as u64).sum();
+        let rest = match &self.rest {
+            Rest::None => SizeHint::with_exact(0),
+            Rest::Body { body } => body.size_hint(),
+            Rest::Begun { body } => body.size_hint(),
+        };
+        let mut hint = SizeHint::new();
+        hint.set_lower(rest.lower().saturating_add(read));
+        if let Some(upper) = rest.upper() {
+            hint.set_upper(upper.saturating_add(read));
+        }
+        hint
+    }
+}

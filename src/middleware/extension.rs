@@ -1,0 +1,114 @@
+//! What travels in extensions: the handler's word about its effect, the marks on answers, extractors.
+
+/// What a handler says about its own effect, where the status alone would be misread.
+///
+/// It travels in the extensions of the handler's response. With axum it is a part of the response:
+///
+/// ```
+/// # #[cfg(feature = "axum")] {
+/// use axum::response::{IntoResponse, Response};
+/// use http::StatusCode;
+/// use tower_idempotency::Outcome;
+///
+/// async fn create_payment(body: String) -> Response {
+///     if body.is_empty() {
+///         // Nothing happened, so the client may correct the body and keep its key.
+///         return (StatusCode::BAD_REQUEST, Outcome::NoEffect, "the body is empty").into_response();
+///     }
+///     StatusCode::CREATED.into_response()
+/// }
+/// # let _ = create_payment;
+/// # }
+/// ```
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+#[non_exhaustive]
+pub enum Outcome {
+    /// Nothing happened: the answer is not stored, and the key is free again, also for another body.
+    NoEffect,
+    /// The effect may have happened: the answer is not stored, and retries are told that the
+    /// outcome is unknown.
+    Unknown,
+    /// It happened, and the body must not be kept: retries are told that the operation is done.
+    /// For streams, and for bodies that must not rest in a store.
+    DoneBodyNotKept,
+}
+
+/// Stands in the extensions of a response that is a replay.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+#[non_exhaustive]
+pub struct Replayed;
+
+#[cfg(feature = "axum")]
+mod axum_impl {
+    use std::convert::Infallible;
+
+    use axum::extract::{FromRequestParts, OptionalFromRequestParts};
+    use axum::response::{IntoResponse, IntoResponseParts, Response, ResponseParts};
+    use http::StatusCode;
+    use http::request::Parts;
+
+    use super::Outcome;
+    use crate::engine::Execution;
+    use crate::key::IdempotencyKey;
+
+    impl IntoResponseParts for Outcome {
+        type Error = Infallible;
+
+        fn into_response_parts(
+            self,
+            mut parts: ResponseParts,
+        ) -> Result<ResponseParts, Infallible> {
+            parts.extensions_mut().insert(self);
+            Ok(parts)
+        }
+    }
+
+    /// The rejection of [`IdempotencyKey`] and [`Execution`] where a request has none.
+    #[derive(Clone, Copy, Debug, thiserror::Error)]
+    #[error(
+        "no idempotency key was handled for this request: is `IdempotencyLayer` around this route, \
+         does it cover this method, and is the key required here? (Where it is optional, extract an \
+         `Option`.)"
+    )]
+    #[non_exhaustive]
+    pub struct NotIdempotent;
+
+    impl IntoResponse for NotIdempotent {
+        fn into_response(self) -> Response {
+            tracing::error!("{self}");
+            (StatusCode::INTERNAL_SERVER_ERROR, Outcome::NoEffect, self.to_string()).into_response()
+        }
+    }
+
+    macro_rules! extract_from_extensions {
+        ($type:ty) => {
+            impl<S: Sync> FromRequestParts<S> for $type {
+                type Rejection = NotIdempotent;
+
+                async fn from_request_parts(
+                    parts: &mut Parts,
+                    _state: &S,
+                ) -> Result<Self, NotIdempotent> {
+                    parts.extensions.get::<Self>().cloned().ok_or(NotIdempotent)
+                }
+            }
+
+            impl<S: Sync> OptionalFromRequestParts<S> for $type {
+                type Rejection = Infallible;
+
+                async fn from_request_parts(
+                    parts: &mut Parts,
+                    _state: &S,
+                ) -> Result<Option<Self>, Infallible> {
+                    Ok(parts.extensions.get::<Self>().cloned())
+                }
+            }
+        };
+    }
+
+    extract_from_extensions!(IdempotencyKey);
+    extract_from_extensions!(Execution);
+}
+
+#[cfg(feature = "axum")]
+pub use axum_impl::NotIdempotent;

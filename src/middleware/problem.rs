@@ -1,0 +1,394 @@
+//! Refusals as HTTP: the only place that knows status codes, problem types and retry advice.
+//!
+//! Problem documents (RFC 9457) carry an `error` object as well, because stripe-node reads a document
+//! without one as success.
+
+use std::time::Duration;
+
+use bytes::Bytes;
+use http::header::{CACHE_CONTROL, CONTENT_TYPE, LINK, LOCATION, RETRY_AFTER};
+use http::{HeaderMap, HeaderValue, Response, StatusCode};
+use serde::Serialize;
+
+use crate::config::STRIPE_SHOULD_RETRY;
+use crate::error::{Rejection, RejectionKind};
+
+/// What a client is told about one kind of refusal.
+struct Advice {
+    status: StatusCode,
+    code: &'static str,
+    title: &'static str,
+    detail: String,
+    /// True if a new key cannot repeat an effect.
+    safe_new_key: bool,
+    /// True if the same request under the same key may succeed later.
+    retry: bool,
+    error_type: &'static str,
+}
+
+#[derive(Serialize)]
+struct Problem<'a> {
+    r#type: String,
+    title: &'a str,
+    status: u16,
+    detail: &'a str,
+    code: &'a str,
+    safe_new_key: bool,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    original_status: Option<u16>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    original_location: Option<&'a str>,
+    error: ErrorObject<'a>,
+}
+
+#[derive(Serialize)]
+struct ErrorObject<'a> {
+    r#type: &'a str,
+    code: &'a str,
+    message: &'a str,
+}
+
+const INVALID_REQUEST: &str = "invalid_request_error";
+const IDEMPOTENCY: &str = "idempotency_error";
+const API: &str = "api_error";
+
+/// The response for a refusal; `base` is what problem types start with.
+pub(super) fn response(rejection: &Rejection, base: &str) -> Response<Bytes> {
+    let advice = advice(rejection.kind());
+    let (original_status, original_location) = match rejection.kind() {
+        RejectionKind::ResultUnavailable { status, location } => {
+            (Some(status.as_u16()), location.as_ref())
+        }
+        RejectionKind::KeyMissing
+        | RejectionKind::KeyInvalid(_)
+        | RejectionKind::KeyReused
+        | RejectionKind::KeyInUse
+        | RejectionKind::OutcomeUnknown
+        | RejectionKind::HandlerFailed
+        | RejectionKind::RequestTooLarge { .. }
+        | RejectionKind::RequestIncomplete
+        | RejectionKind::StoreUnavailable
+        | RejectionKind::RecordUnreadable
+        | RejectionKind::ScopeMissing
+        | RejectionKind::TooManyWaiting => (None, None),
+    };
+    let problem = Problem {
+        r#type: format!("{base}{}", advice.code),
+        title: advice.title,
+        status: advice.status.as_u16(),
+        detail: &advice.detail,
+        code: advice.code,
+        safe_new_key: advice.safe_new_key,
+        original_status,
+        original_location: original_location.and_then(|location| location.to_str().ok()),
+        error: ErrorObject {
+            r#type: advice.error_type,
+            code: advice.code,
+            message: &advice.detail,
+        },
+    };
+    let body = serde_json::to_vec(&problem).expect("a problem is text and numbers");
+    let mut response = Response::new(Bytes::from(body));
+    *response.status_mut() = advice.status;
+    let headers = response.headers_mut();
+    headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/problem+json"));
+    headers.insert(CACHE_CONTROL, HeaderValue::from_static("no-store"));
+    headers.insert(STRIPE_SHOULD_RETRY, flag(advice.retry));
+    if let Some(location) = original_location {
+        headers.insert(LOCATION, location.clone());
+    }
+    match rejection.kind() {
+        RejectionKind::KeyMissing | RejectionKind::KeyInvalid(_) => {
+            // Where the rules for keys are written (IETF draft, 2.7).
+            let link = HeaderValue::try_from(format!("<{}>; rel=\"describedby\"", problem.r#type));
+            if let Ok(link) = link {
+                headers.insert(LINK, link);
+            }
+        }
+        RejectionKind::KeyInUse
+        | RejectionKind::StoreUnavailable
+        | RejectionKind::RecordUnreadable
+        | RejectionKind::TooManyWaiting => retry_after(headers, rejection.retry_after()),
+        RejectionKind::KeyReused
+        | RejectionKind::OutcomeUnknown
+        | RejectionKind::HandlerFailed
+        | RejectionKind::ResultUnavailable { .. }
+        | RejectionKind::RequestTooLarge { .. }
+        | RejectionKind::RequestIncomplete
+        | RejectionKind::ScopeMissing => {}
+    }
+    response
+}
+
+/// Marks a stored server error as final, so that SDKs do not retry what will only be replayed.
+pub(super) fn mark_final(status: StatusCode, headers: &mut HeaderMap) {
+    if status.is_server_error() && !headers.contains_key(STRIPE_SHOULD_RETRY) {
+        headers.insert(STRIPE_SHOULD_RETRY, flag(false));
+    }
+}
+
+fn flag(value: bool) -> HeaderValue {
+    HeaderValue::from_static(if value { "true" } else { "false" })
+}
+
+/// Whole seconds, rounded up, at least one (RFC 9110, 10.2.3; zero would invite a hot loop).
+fn retry_after(headers: &mut HeaderMap, after: Option<Duration>) {
+    let after = after.unwrap_or_default();
+    let seconds = after.as_secs() + u64::from(after.subsec_nanos() > 0);
+    headers.insert(RETRY_AFTER, HeaderValue::from(seconds.max(1)));
+}
+
+fn advice(kind: &RejectionKind) -> Advice {
+    let text = String::from;
+    match kind {
+        RejectionKind::KeyMissing => Advice {
+            status: StatusCode::BAD_REQUEST,
+            code: "idempotency_key_missing",
+            title: "Idempotency key missing",
+            detail: text(
+                "This operation requires an idempotency key. Send one that is unique to it, and keep it for retries.",
+            ),
+            safe_new_key: true,
+            retry: false,
+            error_type: INVALID_REQUEST,
+        },
+        RejectionKind::KeyInvalid(error) => Advice {
+            status: StatusCode::BAD_REQUEST,
+            code: "idempotency_key_invalid",
+            title: "Idempotency key invalid",
+            detail: format!("The idempotency key was refused: {}.", error),
+            safe_new_key: true,
+            retry: false,
+            error_type: INVALID_REQUEST,
+        },
+        RejectionKind::KeyReused => Advice {
+            status: StatusCode::UNPROCESSABLE_ENTITY,
+            code: "idempotency_key_reused",
+            title: "Idempotency key reused with a different request",
+            detail: text(
+                "This idempotency key was used before, with a different request. Send the original request again, or find out whether it succeeded before you use a new key.",
+            ),
+            safe_new_key: false,
+            retry: false,
+            error_type: IDEMPOTENCY,
+        },
+        RejectionKind::KeyInUse => Advice {
+            status: StatusCode::CONFLICT,
+            code: "idempotency_key_in_use",
+            title: "Operation in progress",
+            detail: text(
+                "A request with this idempotency key is being processed. Send the same request again later.",
+            ),
+            safe_new_key: false,
+            retry: true,
+            error_type: INVALID_REQUEST,
+        },
+        RejectionKind::OutcomeUnknown => Advice {
+            status: StatusCode::CONFLICT,
+            code: "idempotency_outcome_unknown",
+            title: "Outcome unknown",
+            detail: text(
+                "An earlier request with this idempotency key was interrupted. It may have taken effect. Nothing will be executed for this key until the outcome is settled.",
+            ),
+            safe_new_key: false,
+            retry: false,
+            error_type: IDEMPOTENCY,
+        },
+        RejectionKind::HandlerFailed => Advice {
+            status: StatusCode::INTERNAL_SERVER_ERROR,
+            code: "idempotency_outcome_unknown",
+            title: "Outcome unknown",
+            detail: text(
+                "The request failed while it was processed. It may have taken effect. Nothing will be executed for this key until the outcome is settled.",
+            ),
+            safe_new_key: false,
+            retry: false,
+            error_type: API,
+        },
+        RejectionKind::ResultUnavailable { .. } => Advice {
+            status: StatusCode::CONFLICT,
+            code: "idempotency_result_unavailable",
+            title: "Result unavailable",
+            detail: text(
+                "The operation was carried out, and its answer was not kept. Nothing was executed again.",
+            ),
+            safe_new_key: false,
+            retry: false,
+            error_type: IDEMPOTENCY,
+        },
+        RejectionKind::RequestTooLarge { limit } => Advice {
+            status: StatusCode::PAYLOAD_TOO_LARGE,
+            code: "idempotency_request_too_large",
+            title: "Request too large",
+            detail: format!("The request body is longer than {limit} bytes. Nothing was executed."),
+            safe_new_key: true,
+            retry: false,
+            error_type: INVALID_REQUEST,
+        },
+        RejectionKind::RequestIncomplete => Advice {
+            status: StatusCode::REQUEST_TIMEOUT,
+            code: "idempotency_request_incomplete",
+            title: "Request incomplete",
+            detail: text(
+                "The request body ended early or did not arrive in time. Nothing was executed.",
+            ),
+            safe_new_key: true,
+            retry: false,
+            error_type: INVALID_REQUEST,
+        },
+        RejectionKind::StoreUnavailable => Advice {
+            status: StatusCode::SERVICE_UNAVAILABLE,
+            code: "idempotency_store_unavailable",
+            title: "Idempotency store unavailable",
+            detail: text(
+                "The request cannot be protected against duplicates at the moment, so it was not executed. Send it again later with the same key.",
+            ),
+            safe_new_key: false,
+            retry: true,
+            error_type: API,
+        },
+        RejectionKind::RecordUnreadable => Advice {
+            status: StatusCode::SERVICE_UNAVAILABLE,
+            code: "idempotency_record_unreadable",
+            title: "Idempotency record unreadable",
+            detail: text(
+                "What is known of this idempotency key cannot be read by this server, so nothing was executed. Send the request again later with the same key.",
+            ),
+            safe_new_key: false,
+            retry: true,
+            error_type: API,
+        },
+        RejectionKind::ScopeMissing => Advice {
+            status: StatusCode::UNAUTHORIZED,
+            code: "idempotency_scope_missing",
+            title: "Caller unknown",
+            detail: text(
+                "The request does not say who is calling, so its idempotency key cannot be told from those of others. Nothing was executed.",
+            ),
+            safe_new_key: true,
+            retry: false,
+            error_type: INVALID_REQUEST,
+        },
+        RejectionKind::TooManyWaiting => Advice {
+            status: StatusCode::CONFLICT,
+            code: "idempotency_too_many_waiting",
+            title: "Too many requests wait",
+            detail: text(
+                "The operation is being processed, and too many requests wait for it already. Send the same request again later.",
+            ),
+            safe_new_key: false,
+            retry: false,
+            error_type: INVALID_REQUEST,
+        },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::Value;
+
+    use super::*;
+    use crate::key::KeyError;
+
+    fn kinds() -> Vec<RejectionKind> {
+        vec![
+            RejectionKind::KeyMissing,
+            RejectionKind::KeyInvalid(KeyError::Repeated),
+            RejectionKind::KeyReused,
+            RejectionKind::KeyInUse,
+            RejectionKind::OutcomeUnknown,
+            RejectionKind::HandlerFailed,
+            RejectionKind::ResultUnavailable {
+                status: StatusCode::CREATED,
+                location: Some(HeaderValue::from_static("/p/1")),
+            },
+            RejectionKind::RequestTooLarge { limit: 7 },
+            RejectionKind::RequestIncomplete,
+            RejectionKind::StoreUnavailable,
+            RejectionKind::RecordUnreadable,
+            RejectionKind::ScopeMissing,
+            RejectionKind::TooManyWaiting,
+        ]
+    }
+
+    fn read(kind: RejectionKind) -> (Response<Bytes>, Value) {
+        let response = response(&Rejection::new(kind), "https://api.example/problems/");
+        let body = serde_json::from_slice(response.body()).unwrap();
+        (response, body)
+    }
+
+    #[test]
+    fn every_refusal_is_a_whole_problem_document_with_an_error_object() {
+        for kind in kinds() {
+            let (response, body) = read(kind);
+            assert_eq!(response.headers()[CONTENT_TYPE], "application/problem+json");
+            assert_eq!(response.headers()[CACHE_CONTROL], "no-store");
+            assert!(response.headers().contains_key(STRIPE_SHOULD_RETRY));
+            assert_eq!(body["status"], response.status().as_u16());
+            let code = body["code"].as_str().unwrap();
+            assert_eq!(body["type"], format!("https://api.example/problems/{code}"));
+            assert_eq!(body["error"]["code"], code);
+            for text in
+                [&body["title"], &body["detail"], &body["error"]["message"], &body["error"]["type"]]
+            {
+                assert!(!text.as_str().unwrap().is_empty());
+            }
+            assert!(body["safe_new_key"].is_boolean());
+        }
+    }
+
+    #[test]
+    fn statuses_codes_and_advice_are_the_published_ones() {
+        let mut table: Vec<_> = kinds()
+            .into_iter()
+            .map(|kind| {
+                let (response, body) = read(kind);
+                let retry = response.headers()[STRIPE_SHOULD_RETRY].to_str().unwrap().to_owned();
+                let code = body["code"].as_str().unwrap().to_owned();
+                (response.status().as_u16(), code, body["safe_new_key"].as_bool().unwrap(), retry)
+            })
+            .collect();
+        table.sort();
+        let row = |status, code: &str, safe, retry: &str| {
+            (status, format!("idempotency_{code}"), safe, retry.to_owned())
+        };
+        assert_eq!(
+            table,
+            [
+                row(400, "key_invalid", true, "false"),
+                row(400, "key_missing", true, "false"),
+                row(401, "scope_missing", true, "false"),
+                row(408, "request_incomplete", true, "false"),
+                row(409, "key_in_use", false, "true"),
+                row(409, "outcome_unknown", false, "false"),
+                row(409, "result_unavailable", false, "false"),
+                row(409, "too_many_waiting", false, "false"),
+                row(413, "request_too_large", true, "false"),
+                row(422, "key_reused", false, "false"),
+                row(500, "outcome_unknown", false, "false"),
+                row(503, "record_unreadable", false, "true"),
+                row(503, "store_unavailable", false, "true"),
+            ]
+        );
+    }
+
+    #[test]
+    fn retry_after_is_whole_seconds_rounded_up_and_at_least_one() {
+        let header = |after| {
+            let rejection = Rejection::new(RejectionKind::KeyInUse).with_retry_after(after);
+            response(&rejection, "x:").headers()[RETRY_AFTER].to_str().unwrap().to_owned()
+        };
+        assert_eq!(header(Duration::ZERO), "1");
+        assert_eq!(header(Duration::from_millis(1)), "1");
+        assert_eq!(header(Duration::from_millis(29_001)), "30");
+        assert_eq!(header(Duration::from_secs(30)), "30");
+    }
+
+    #[test]
+    fn a_result_that_was_not_kept_names_status_and_location_of_the_original() {
+        let (response, body) = read(kinds().remove(6));
+        assert_eq!(body["original_status"], 201);
+        assert_eq!(body["original_location"], "/p/1");
+        assert_eq!(response.headers()[LOCATION], "/p/1");
+    }
+}

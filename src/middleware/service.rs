@@ -1,0 +1,339 @@
+//! The service: what is covered, the key, the scope, the body, the fingerprint; then the engine.
+
+use std::error::Error as StdError;
+use std::future::poll_fn;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+
+use bytes::Bytes;
+use http::request::Parts;
+use http::{HeaderMap, HeaderValue, Request, Response};
+use http_body::Body;
+use http_body_util::{BodyExt as _, LengthLimitError, Limited};
+use tokio::time::timeout;
+use tower_service::Service;
+
+use super::answer::{Answer, judge};
+use super::body::ResponseBody;
+use super::extension::Replayed;
+use super::future::ResponseFuture;
+use super::problem;
+use crate::config::{Config, IDEMPOTENCY_KEY, IDEMPOTENCY_STATUS, IDEMPOTENT_REPLAYED, MissingKey};
+use crate::engine::{Call, Conclusion, Engine, Execution, Ran, Run, Settle, observe};
+use crate::error::{Rejection, RejectionKind};
+use crate::fingerprint::Fingerprints;
+use crate::key::{IdempotencyKey, KeyError};
+use crate::record::Verdict;
+use crate::response::{StoredBody, StoredResponse};
+use crate::scope::{DownstreamSeed, StorageKey};
+
+/// A service whose covered requests run at most once per key. Made by
+/// [`IdempotencyLayer`](super::IdempotencyLayer).
+#[derive(Clone, Debug)]
+pub struct Idempotency<S> {
+    inner: S,
+    engine: Engine,
+    config: Arc<Config>,
+}
+
+impl<S> Idempotency<S> {
+    pub(super) fn new(inner: S, engine: Engine, config: Arc<Config>) -> Self {
+        Self { inner, engine, config }
+    }
+}
+
+impl<S, ReqBody, ResBody> Service<Request<ReqBody>> for Idempotency<S>
+where
+    S: Service<Request<ReqBody>, Response = Response<ResBody>> + Clone + Send + 'static,
+    S::Future: Send,
+    S::Error: Send + 'static,
+    ReqBody: Body + From<Bytes> + Send + 'static,
+    ReqBody::Data: Send,
+    ReqBody::Error: Into<Box<dyn StdError + Send + Sync>>,
+    ResBody: Body + Send + 'static,
+    ResBody::Data: Send,
+    ResBody::Error: Send,
+{
+    type Response = Response<ResponseBody<ResBody>>;
+    type Error = S::Error;
+    type Future = ResponseFuture<S::Future, ResBody, S::Error>;
+
+    fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), S::Error>> {
+        self.inner.poll_ready(cx)
+    }
+
+    fn call(&mut self, request: Request<ReqBody>) -> Self::Future {
+        let covered = self.config.methods.contains(request.method())
+            // Within another layer of ours: that one has the key already.
+            && request.extensions().get::<Execution>().is_none();
+        if !covered {
+            return ResponseFuture::passed_through(self.inner.call(request));
+        }
+        let key = read_key(request.headers(), &self.config);
+        if key == Ok(None) && self.config.missing_key == MissingKey::PassThrough {
+            observe::passed_through();
+            return ResponseFuture::passed_through(self.inner.call(request));
+        }
+        // The instance that was polled ready is the one that is called, or dropped with whatever
+        // it has reserved; its clone stays behind.
+        let clone = self.inner.clone();
+        let ready = std::mem::replace(&mut self.inner, clone);
+        let key = match key {
+            Ok(Some(key)) => key,
+            Ok(None) => return self.refuse(RejectionKind::KeyMissing, None),
+            Err(error) => return self.refuse(RejectionKind::KeyInvalid(error), None),
+        };
+        let path = whole_path(&request);
+        let (parts, body) = request.into_parts();
+        let Some(identity) = self.config.scope.identify(&parts, &path) else {
+            return self.refuse(RejectionKind::ScopeMissing, Some(&key));
+        };
+        let names = Names {
+            storage_key: StorageKey::new(&identity, &key),
+            seed: DownstreamSeed::new(&identity, &key),
+            key,
+            path,
+        };
+        let (engine, config) = (self.engine.clone(), Arc::clone(&self.config));
+        ResponseFuture::covered(cover(engine, config, names, ready, parts, body))
+    }
+}
+
+impl<S> Idempotency<S> {
+    fn refuse<F, B, E>(
+        &self,
+        kind: RejectionKind,
+        key: Option<&IdempotencyKey>,
+    ) -> ResponseFuture<F, B, E> {
+        observe::refused(&kind, None);
+        let mut response = refusal(Rejection::new(kind), &self.config);
+        echo(&mut response, key);
+        ResponseFuture::answered(response)
+    }
+}
+
+/// Who asks for what.
+struct Names {
+    storage_key: StorageKey,
+    seed: DownstreamSeed,
+    key: IdempotencyKey,
+    path: String,
+}
+
+/// The key of a request, if it has one.
+///
+/// Lines are counted before anything is parsed: two lines can be joined into one valid key.
+fn read_key(headers: &HeaderMap, config: &Config) -> Result<Option<IdempotencyKey>, KeyError> {
+    let mut found = None;
+    for name in &config.key_headers {
+        let mut lines = headers.get_all(name).iter();
+        let Some(line) = lines.next() else { continue };
+        if lines.next().is_some() {
+            return Err(KeyError::Repeated);
+        }
+        let key = IdempotencyKey::parse(line.as_bytes(), config.key_syntax)?;
+        if found.as_ref().is_some_and(|other| *other != key) {
+            return Err(KeyError::Repeated);
+        }
+        found = Some(key);
+    }
+    Ok(found)
+}
+
+/// The path as the client sent it: inside a nested router only `OriginalUri` knows the whole.
+fn whole_path<B>(request: &Request<B>) -> String {
+    #[cfg(feature = "axum")]
+    if let Some(original) = request.extensions().get::<axum::extract::OriginalUri>() {
+        return original.path().to_owned();
+    }
+    request.uri().path().to_owned()
+}
+
+/// Takes a covered request from its body to its answer.
+///
+/// The body is read here, in the connection's future: a client that leaves meanwhile leaves no
+/// trace. All that follows runs in a task of the engine.
+async fn cover<S, ReqBody, ResBody>(
+    engine: Engine,
+    config: Arc<Config>,
+    names: Names,
+    ready: S,
+    parts: Parts,
+    body: ReqBody,
+) -> Result<Response<ResponseBody<ResBody>>, S::Error>
+where
+    S: Service<Request<ReqBody>, Response = Response<ResBody>> + Clone + Send + 'static,
+    S::Future: Send,
+    S::Error: Send + 'static,
+    ReqBody: Body + From<Bytes> + Send + 'static,
+    ReqBody::Data: Send,
+    ReqBody::Error: Into<Box<dyn StdError + Send + Sync>>,
+    ResBody: Body + Send + 'static,
+    ResBody::Data: Send,
+    ResBody::Error: Send,
+{
+    let Names { storage_key, seed, key, path } = names;
+    let body = match read_body(body, &config).await {
+        Ok(body) => body,
+        Err(kind) => {
+            observe::refused(&kind, Some(storage_key));
+            let mut response = refusal(Rejection::new(kind), &config);
+            echo(&mut response, Some(&key));
+            return Ok(response);
+        }
+    };
+    let fingerprints = fingerprints(&config, &parts, &path, &body);
+    let policy = config.policy;
+    let call = Call { key: key.clone(), storage_key, seed, fingerprints, policy };
+    let mut handler =
+        Handler { ready: Some(ready), parts: Some(parts), body, config: Arc::clone(&config) };
+    let conclusion = engine.execute(call, move |run| handler.start(run)).await;
+    let mut response = match conclusion {
+        Conclusion::Ran(answer, _) => answer.into_response(&config)?,
+        Conclusion::NotStored(answer) => {
+            with_status(answer.into_response(&config)?, HeaderValue::from_static("not-stored"))
+        }
+        Conclusion::Unprotected(answer) => {
+            with_status(answer.into_response(&config)?, HeaderValue::from_static("unprotected"))
+        }
+        Conclusion::Replay(stored) => replay(*stored, &config),
+        Conclusion::Refused(rejection) => refusal(rejection, &config),
+    };
+    echo(&mut response, Some(&key));
+    Ok(response)
+}
+
+/// Reads a request body, at most as much and for as long as the configuration says.
+async fn read_body<B>(body: B, config: &Config) -> Result<Bytes, RejectionKind>
+where
+    B: Body,
+    B::Error: Into<Box<dyn StdError + Send + Sync>>,
+{
+    let limit = config.request_limit;
+    let too_large = RejectionKind::RequestTooLarge { limit };
+    if body.size_hint().lower() > limit as u64 {
+        return Err(too_large);
+    }
+    match timeout(config.request_timeout, Limited::new(body, limit).collect()).await {
+        Ok(Ok(collected)) => Ok(collected.to_bytes()),
+        Ok(Err(error)) if is_length_limit(&*error) => Err(too_large),
+        Ok(Err(_)) | Err(_) => Err(RejectionKind::RequestIncomplete),
+    }
+}
+
+/// True for our own limit and for one that a layer outside put around the body.
+fn is_length_limit(error: &(dyn StdError + 'static)) -> bool {
+    let mut cause = Some(error);
+    while let Some(error) = cause {
+        if error.is::<LengthLimitError>() {
+            return true;
+        }
+        cause = error.source();
+    }
+    false
+}
+
+fn fingerprints(config: &Config, parts: &Parts, path: &str, body: &Bytes) -> Fingerprints {
+    let mut all = config.recipes.iter().map(|recipe| recipe.fingerprint(parts, path, body));
+    let current = all.next().expect("a configuration has at least one recipe");
+    let mut fingerprints = Fingerprints::one(current);
+    for older in all {
+        let fits = fingerprints.push(older);
+        debug_assert!(fits, "a configuration has at most as many recipes as fit");
+    }
+    fingerprints
+}
+
+/// The handler with its input, startable again where the store may roll everything back.
+struct Handler<S> {
+    ready: Option<S>,
+    parts: Option<Parts>,
+    body: Bytes,
+    config: Arc<Config>,
+}
+
+impl<S> Handler<S> {
+    fn start<ReqBody, ResBody>(
+        &mut self,
+        run: Run,
+    ) -> impl Future<Output = Ran<Answer<ResBody, S::Error>>> + Send + use<S, ReqBody, ResBody>
+    where
+        S: Service<Request<ReqBody>, Response = Response<ResBody>> + Clone + Send + 'static,
+        S::Future: Send,
+        S::Error: Send,
+        ReqBody: From<Bytes> + Send,
+        ResBody: Body + Send,
+        ResBody::Data: Send,
+        ResBody::Error: Send,
+    {
+        let Run { execution, attachments, may_repeat } = run;
+        // A second start finds no instance that is ready, so it makes one ready.
+        let service = self.ready.take();
+        let parts = self.parts.take();
+        let (mut service, mut parts) = service
+            .zip(parts)
+            .expect("input is kept for as long as the engine may start the handler again");
+        if may_repeat {
+            self.ready = Some(service.clone());
+            self.parts = Some(parts.clone());
+        }
+        let (body, config) = (self.body.clone(), Arc::clone(&self.config));
+        async move {
+            parts.extensions.insert(execution.key().clone());
+            parts.extensions.insert(execution);
+            parts.extensions.extend(attachments);
+            if let Err(error) = poll_fn(|cx| service.poll_ready(cx)).await {
+                return Ran {
+                    settle: Settle::Release(Verdict::NoEffect),
+                    reply: Answer::Error(error),
+                };
+            }
+            match service.call(Request::from_parts(parts, ReqBody::from(body))).await {
+                Ok(response) => judge(response, &config).await,
+                // The inner service failed without an answer: a timeout, a dropped connection.
+                Err(error) => {
+                    Ran { settle: Settle::Release(Verdict::Unknown), reply: Answer::Error(error) }
+                }
+            }
+        }
+    }
+}
+
+/// The original answer again.
+fn replay<B>(stored: StoredResponse, config: &Config) -> Response<ResponseBody<B>> {
+    let (status, headers, body) = stored.into_parts();
+    match body {
+        StoredBody::Kept(body) => {
+            let mut response = Response::new(ResponseBody::full(body));
+            *response.status_mut() = status;
+            *response.headers_mut() = headers;
+            response.headers_mut().insert(IDEMPOTENT_REPLAYED, HeaderValue::from_static("true"));
+            response.extensions_mut().insert(Replayed);
+            response
+        }
+        StoredBody::NotKept => {
+            let location = headers.get(http::header::LOCATION).cloned();
+            let kind = RejectionKind::ResultUnavailable { status, location };
+            refusal(Rejection::new(kind), config)
+        }
+    }
+}
+
+pub(super) fn refusal<B>(rejection: Rejection, config: &Config) -> Response<ResponseBody<B>> {
+    let response = problem::response(&rejection, &config.problem_base);
+    let mut response = response.map(ResponseBody::full);
+    response.extensions_mut().insert(rejection);
+    response
+}
+
+fn with_status<B>(mut response: Response<B>, status: HeaderValue) -> Response<B> {
+    response.headers_mut().insert(IDEMPOTENCY_STATUS, status);
+    response
+}
+
+/// Every answer to a request with a key says which key it was (as at Stripe, whose SDKs read it).
+fn echo<B>(response: &mut Response<B>, key: Option<&IdempotencyKey>) {
+    if let Some(key) = key {
+        response.headers_mut().insert(IDEMPOTENCY_KEY, key.to_header_value());
+    }
+}

@@ -1,0 +1,151 @@
+//! The payments sandbox on a real Redis: what several processes, crashes and a store that is away
+//! make of the promises. Effects are counted in the ledger.
+#![cfg(unix)]
+
+use std::time::{Duration, Instant};
+
+#[path = "support/sandbox.rs"]
+mod sandbox;
+mod support;
+
+use sandbox::{Call, Sandbox, refused};
+use support::redis::RedisServer;
+
+/// Short, so that a test need not wait; long enough for a process that is alive.
+const LEASE: &str = "1";
+const LEASE_IS_OVER: Duration = Duration::from_millis(1300);
+
+/// Pays in a process that dies of it, and starts another one.
+async fn crash(redis: &RedisServer, source: &str, recovery: &str) -> Sandbox {
+    let url = redis.url();
+    let args = ["--store", &url, "--lease", LEASE, "--wait", "0", "--recovery", recovery];
+    let mut first = Sandbox::start(&args);
+    let mut connection = first.connect().await;
+    assert!(connection.send(Call::pay(source, source)).await.is_err(), "{source} is no crash");
+    assert!(!first.ended().success());
+    let second = Sandbox::start_again(first, &args);
+    let early = second.send(Call::pay(source, source)).await;
+    assert_eq!((early.status.as_u16(), early.code().as_str()), (409, "idempotency_key_in_use"));
+    tokio::time::sleep(LEASE_IS_OVER).await;
+    second
+}
+
+#[tokio::test]
+async fn at_most_once_a_crash_leaves_the_outcome_unknown() {
+    let redis = RedisServer::start();
+    for (source, charged) in [("tok_crash_before", 0), ("tok_crash_after", 1)] {
+        let sandbox = crash(&redis, source, "at-most-once").await;
+        for _ in 0..2 {
+            let answer = sandbox.send(Call::pay(source, source)).await;
+            assert_eq!(answer.code(), "idempotency_outcome_unknown", "{source}");
+            assert_eq!(answer.status, 409);
+        }
+        let changed = sandbox.send(Call::pay_amount(source, source, 1)).await;
+        assert_eq!(changed.status, 422, "{source}");
+        assert_eq!(sandbox.charges().await, charged, "{source}");
+    }
+}
+
+#[tokio::test]
+async fn at_least_once_a_retry_finds_the_charge_of_the_crashed_attempt() {
+    let redis = RedisServer::start();
+    for (source, first_attempt) in [("tok_crash_before", 2), ("tok_crash_after", 1)] {
+        let sandbox = crash(&redis, source, "at-least-once").await;
+        let second = sandbox.send(Call::pay(source, source)).await;
+        assert_eq!(second.status, 201, "{second:?}");
+        assert_eq!(second.json()["attempt"], 2);
+        let third = sandbox.send(Call::pay(source, source)).await;
+        assert!(third.is_replay());
+        assert_eq!(second.body, third.body);
+        let ledger = sandbox.ledger().await;
+        assert_eq!(ledger["charges"], 1, "{source}");
+        assert_eq!(ledger["entries"][0]["attempt"], first_attempt, "{source}");
+        let shown = sandbox.send(Call::get(second.header("location").unwrap_or_default())).await;
+        assert_eq!(shown.body, second.body);
+    }
+}
+
+#[tokio::test]
+async fn two_processes_pay_once() {
+    let redis = RedisServer::start();
+    let url = redis.url();
+    let one = Sandbox::start(&["--store", &url]);
+    let two = Sandbox::start_on(&one.ledger, &["--store", &url]);
+    let pay = || Call::pay("k", "tok_slow_300");
+    let (a, b, c, d) =
+        tokio::join!(one.send(pay()), two.send(pay()), one.send(pay()), two.send(pay()));
+    let answers = [a, b, c, d];
+    assert!(answers.iter().all(|answer| answer.status == 201 && answer.body == answers[0].body));
+    assert_eq!(answers.iter().filter(|answer| !answer.is_replay()).count(), 1);
+    assert_eq!(one.charges().await, 1);
+}
+
+#[tokio::test]
+async fn answers_outlive_the_process() {
+    let redis = RedisServer::start();
+    let url = redis.url();
+    let mut first = Sandbox::start(&["--store", &url]);
+    let paid = first.send(Call::pay("k", "tok_visa")).await;
+    let panicked = first.send(Call::pay("p", "tok_panic_after")).await;
+    assert_eq!((paid.status.as_u16(), panicked.status.as_u16()), (201, 500));
+    first.signal("KILL");
+    first.ended();
+    let second = Sandbox::start_again(first, &["--store", &url]);
+    let again = second.send(Call::pay("k", "tok_visa")).await;
+    assert!(again.is_replay());
+    assert_eq!(again.body, paid.body);
+    let unknown = second.send(Call::pay("p", "tok_panic_after")).await;
+    assert_eq!(unknown.code(), "idempotency_outcome_unknown");
+    assert_eq!(second.charges().await, 2);
+}
+
+#[tokio::test]
+async fn a_stop_in_the_middle_leaves_the_outcome_unknown_at_once() {
+    let redis = RedisServer::start();
+    let url = redis.url();
+    let mut first = Sandbox::start(&["--store", &url, "--drain", "0.2"]);
+    let mut running = first.connect().await;
+    tokio::spawn(async move { running.send(Call::pay("k", "tok_slow_60000")).await });
+    tokio::time::sleep(Duration::from_millis(300)).await;
+    first.signal("TERM");
+    assert_eq!(first.ended().code(), Some(0));
+    let second = Sandbox::start_again(first, &["--store", &url, "--wait", "0"]);
+    let retried = second.send(Call::pay("k", "tok_slow_60000")).await;
+    assert_eq!(retried.code(), "idempotency_outcome_unknown");
+    assert_eq!(second.charges().await, 0);
+}
+
+#[tokio::test]
+async fn a_frozen_store_is_a_503_within_bounds() {
+    let redis = RedisServer::start();
+    let url = redis.url();
+    let sandbox = Sandbox::start(&["--store", &url]);
+    let paid = sandbox.send(Call::pay("paid", "tok_visa")).await;
+    redis.stop();
+    let started = Instant::now();
+    for key in ["new", "paid"] {
+        let answer = sandbox.send(Call::pay(key, "tok_visa")).await;
+        assert_eq!(answer.code(), "idempotency_store_unavailable");
+        assert_eq!(answer.status, 503);
+        assert!(answer.header("retry-after").is_some());
+    }
+    assert!(started.elapsed() < Duration::from_secs(20), "{:?}", started.elapsed());
+    assert_eq!(sandbox.send(Call::get("/readyz")).await.status, 503);
+    assert_eq!(sandbox.send(Call::get("/healthz")).await.status, 200);
+    // Without a key the store is not needed.
+    let path = paid.header("location").unwrap_or_default();
+    let void = Call::new(http::Method::DELETE, path).account("acme");
+    assert_eq!(sandbox.send(void).await.status, 200);
+
+    let started = Instant::now();
+    let (code, said) = refused(&["--store", &url], &[]);
+    assert_eq!(code, Some(1), "{said}");
+    assert!(said.contains(url.trim_end_matches('/')), "{said}");
+    assert!(started.elapsed() < Duration::from_secs(20), "{:?}", started.elapsed());
+
+    redis.cont();
+    assert_eq!(sandbox.send(Call::pay("new", "tok_visa")).await.status, 201);
+    assert!(sandbox.send(Call::pay("paid", "tok_visa")).await.is_replay());
+    assert_eq!(sandbox.charges().await, 2);
+    assert_eq!(sandbox.send(Call::get("/readyz")).await.status, 200);
+}
