@@ -7,6 +7,7 @@ use tower_idempotency::record::{
     Claim, ClaimOutcome, CompleteOutcome, Completion, OnExpired, Terms,
 };
 use tower_idempotency::store::redis::deadpool_redis::{Manager, Pool, Runtime};
+use tower_idempotency::store::redis::redis::AsyncConnectionConfig;
 use tower_idempotency::{
     Fingerprint, Fingerprints, HolderId, Lease, RecipeId, RedisStore, StorageKey, Store,
     StoreError, StoreErrorKind,
@@ -18,10 +19,12 @@ pub const LONG: Duration = Duration::from_secs(600);
 pub const TERMS: Terms = Terms { lease: LONG, retention: LONG, unknown_retention: LONG };
 
 /// Short, so that tests that wait for it end soon; long enough for a busy machine.
-pub const CALL_TIMEOUT: Duration = Duration::from_millis(300);
+pub const CALL_TIMEOUT: Duration = Duration::from_millis(500);
+
+const PATIENCE: Duration = Duration::from_secs(30);
 
 /// What a verb may take at most: a wait for a connection and one for a reply, and some time to run.
-pub const LIMIT: Duration = Duration::from_millis(2 * 300 + 500);
+pub const LIMIT: Duration = Duration::from_millis(2 * 500 + 1_000);
 
 /// The two ways to reach the server; every fault is tried with both.
 #[derive(Clone, Copy, Debug)]
@@ -32,18 +35,29 @@ pub enum Way {
 
 pub const WAYS: [Way; 2] = [Way::Shared, Way::Pool];
 
+/// A store that waits as long as a busy machine may need.
 pub async fn connect(way: Way, server: &RedisServer) -> RedisStore {
-    let builder = RedisStore::builder()
-        .call_timeout(CALL_TIMEOUT)
-        .connect_timeout(Duration::from_millis(500));
+    connect_with(way, server, PATIENCE).await
+}
+
+/// A store that gives up soon, for tests in which it has to.
+pub async fn connect_hasty(way: Way, server: &RedisServer) -> RedisStore {
+    connect_with(way, server, CALL_TIMEOUT).await
+}
+
+async fn connect_with(way: Way, server: &RedisServer, call_timeout: Duration) -> RedisStore {
+    let builder = RedisStore::builder().call_timeout(call_timeout);
     match way {
         Way::Shared => builder.connect(&server.url()).await.unwrap(),
         Way::Pool => builder.pool(pool(server, 4)).unwrap(),
     }
 }
 
+/// A pool without limits of its own, so that those of the store are what is tried.
 pub fn pool(server: &RedisServer, size: usize) -> Pool {
-    let manager = Manager::new(server.url()).unwrap();
+    let config =
+        AsyncConnectionConfig::new().set_response_timeout(None).set_connection_timeout(None);
+    let manager = Manager::new_with_config(server.url(), config).unwrap();
     Pool::builder(manager).max_size(size).runtime(Runtime::Tokio1).build().unwrap()
 }
 
