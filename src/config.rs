@@ -156,9 +156,10 @@ const REQUEST_TIMEOUT: Duration = Duration::from_secs(30);
 /// How long a body may trickle before it is taken for a stream: no client waits longer for its
 /// first byte.
 const RESPONSE_TIMEOUT: Duration = Duration::from_secs(10);
-/// One call to the store. A healthy one takes a millisecond.
-const STORE_CALL: Duration = Duration::from_millis(800);
-/// All sendings of one claim: three calls, within the patience of any client.
+/// One call to the store, above what the store itself allows for connecting and asking: only a store
+/// without limits of its own ever gets this far.
+const STORE_CALL: Duration = Duration::from_millis(1500);
+/// All sendings of one claim: several calls, within the patience of any client.
 const CLAIM_WITHIN: Duration = Duration::from_millis(2500);
 /// All sendings of one completion before the client is answered without it.
 const COMPLETE_WITHIN: Duration = Duration::from_secs(4);

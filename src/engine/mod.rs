@@ -49,7 +49,7 @@ use crate::token::{Attempt, Fence, HolderId};
 use keeper::Kept;
 use observe::{Gauge, Seen};
 use settle::Settled;
-use wait::{Room, Woken};
+use wait::Room;
 
 /// Runs handlers under their keys. Shared by the layers of all routes.
 ///
@@ -330,16 +330,13 @@ impl Engine {
                     Rejection::new(RejectionKind::TooManyWaiting).with_retry_after(remaining),
                 );
             };
-            let woken = tokio::select! {
+            tokio::select! {
                 biased;
-                woken = seat.wait(wait_until) => woken,
-                () = self.0.closing.cancelled() => Woken::TimedOut,
+                // Also when the time is up: only the store knows what is left of the lease by now.
+                _ = seat.wait(wait_until) => {}
+                () = self.0.closing.cancelled() => return in_use(),
                 // Nobody waits for this answer any more, and nothing of ours is running.
-                () = answer.closed() => Woken::TimedOut,
-            };
-            match woken {
-                Woken::ClaimAgain => {}
-                Woken::TimedOut => return in_use(),
+                () = answer.closed() => return in_use(),
             }
         }
     }
@@ -354,8 +351,9 @@ impl Engine {
         let deadline = Instant::now() + policy.claim_within;
         let mut tries = 0;
         loop {
+            let bound = policy.store_call.min(deadline.saturating_duration_since(Instant::now()));
             let call = self.0.store.claim(key, claim);
-            let error = match self.timed("claim", policy.store_call, call).await {
+            let error = match self.timed("claim", bound, call).await {
                 Ok(outcome) => return Ok(outcome),
                 Err(error) => error,
             };

@@ -45,7 +45,8 @@ impl Engine {
         let deadline = Instant::now() + within;
         let mut tries = 0;
         loop {
-            let error = match self.settle_once(lease, settle, policy).await {
+            let bound = policy.store_call.min(deadline.saturating_duration_since(Instant::now()));
+            let error = match self.settle_once(lease, settle, policy, bound).await {
                 Ok(settled) => return settled,
                 Err(error) => error,
             };
@@ -74,18 +75,19 @@ impl Engine {
         lease: &Lease,
         settle: &Settle,
         policy: &Policy,
+        bound: Duration,
     ) -> Result<Settled, StoreError> {
         match settle {
             Settle::Complete(response) => {
                 let completion = Completion { terms: policy.terms, response: response.clone() };
                 let call = self.store().complete(lease, &completion);
-                let outcome = self.timed("complete", policy.store_call, call).await?;
+                let outcome = self.timed("complete", bound, call).await?;
                 Ok(self.completed(lease, outcome))
             }
             Settle::Release(verdict) => {
                 let release = Release { terms: policy.terms, verdict: *verdict };
                 let call = self.store().release(lease, &release);
-                match self.timed("release", policy.store_call, call).await? {
+                match self.timed("release", bound, call).await? {
                     ReleaseOutcome::Released | ReleaseOutcome::NotHeld => Ok(Settled::Released),
                     ReleaseOutcome::Unreadable => Ok(Settled::Refused),
                 }
