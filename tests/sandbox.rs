@@ -54,6 +54,9 @@ async fn the_routes_in_stripes_shape_take_forms_and_need_no_key() {
     check(&sandbox.send(other).await, 404, "resource_missing");
     let twice = form("/v1/charges", "amount=1&amount=2&currency=usd");
     check(&sandbox.send(twice).await, 400, "parameter_repeated");
+    let panic = form("/v1/charges", "amount=1&currency=usd&source=tok_panic_before");
+    check(&sandbox.send(panic.clone()).await, 500, "internal_error");
+    check(&sandbox.send(panic.key("p")).await, 500, "idempotency_outcome_unknown");
     let foreign = Call::get("/v1/payment_intents/pi_0");
     check(&sandbox.send(foreign).await, 404, "resource_missing");
     assert_eq!(sandbox.charges().await, 3);

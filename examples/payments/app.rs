@@ -13,6 +13,7 @@ use http::StatusCode;
 use http::header::CONTENT_TYPE;
 use metrics_exporter_prometheus::PrometheusHandle;
 use serde_json::json;
+use tower_http::catch_panic::CatchPanicLayer;
 use tower_idempotency::{IdempotencyLayer, Store};
 
 use crate::account::authenticate;
@@ -70,6 +71,8 @@ pub(crate) fn router(app: App, rules: Rules, idempotency: &IdempotencyLayer) -> 
         .fallback(async || ApiError::not_found("route"))
         .method_not_allowed_fallback(async || ApiError::method_not_allowed())
         .layer(DefaultBodyLimit::max(rules.body_limit))
+        // A handler with a key is caught by the layer itself; this is for those without one.
+        .layer(CatchPanicLayer::custom(|_| ApiError::panicked().into_response()))
         .with_state(app)
 }
 

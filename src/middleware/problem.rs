@@ -328,6 +328,8 @@ fn advice(kind: &RejectionKind) -> Advice {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeSet;
+
     use serde_json::Value;
 
     use super::*;
@@ -471,6 +473,91 @@ mod tests {
                 error["type"] == "idempotency_error",
                 problem["error"]["type"] == IDEMPOTENCY
             );
+        }
+    }
+
+    /// Status and code of every refusal.
+    fn answered() -> BTreeSet<(u16, String)> {
+        let pair = |kind| {
+            let (response, body) = read(kind);
+            (response.status().as_u16(), body["code"].as_str().unwrap().to_owned())
+        };
+        kinds().into_iter().map(pair).collect()
+    }
+
+    /// The codes in the first `enum` under `code`, wherever it stands.
+    fn codes(value: &Value) -> Vec<String> {
+        match value {
+            Value::Object(object) => match object.get("code").and_then(|code| code.get("enum")) {
+                Some(codes) => {
+                    let codes = codes.as_array().unwrap().iter();
+                    codes.map(|code| code.as_str().unwrap().to_owned()).collect()
+                }
+                None => object.values().flat_map(codes).collect(),
+            },
+            Value::Array(values) => values.iter().flat_map(codes).collect(),
+            Value::Null | Value::Bool(_) | Value::Number(_) | Value::String(_) => Vec::new(),
+        }
+    }
+
+    fn described<'a>(
+        responses: impl Iterator<Item = (&'a str, &'a Value)>,
+    ) -> BTreeSet<(u16, String)> {
+        let of_this_layer = |code: &String| code.starts_with("idempotency_");
+        let pairs = |(status, response): (&str, &Value)| {
+            let status: u16 = status.parse().unwrap();
+            codes(response)
+                .into_iter()
+                .filter(of_this_layer)
+                .map(move |code| (status, code))
+                .collect()
+        };
+        responses.flat_map::<Vec<_>, _>(pairs).collect()
+    }
+
+    fn yaml(text: &str) -> Value {
+        serde_yaml_ng::from_str(text).unwrap()
+    }
+
+    #[test]
+    fn the_sandboxs_openapi_document_has_every_code_at_its_status_and_no_other() {
+        let document = yaml(include_str!("../../openapi.yaml"));
+        let resolve = |response: &Value| match response["$ref"].as_str() {
+            Some(path) => document.pointer(path.trim_start_matches('#')).unwrap().clone(),
+            None => response.clone(),
+        };
+        for (path, item) in document["paths"].as_object().unwrap() {
+            for method in ["post", "delete"] {
+                let Some(operation) = item.get(method) else { continue };
+                let responses = operation["responses"].as_object().unwrap();
+                let responses: Vec<_> =
+                    responses.iter().map(|(status, it)| (status.as_str(), resolve(it))).collect();
+                let responses = responses.iter().map(|(status, response)| (*status, response));
+                assert_eq!(described(responses), answered(), "{method} {path}");
+            }
+        }
+    }
+
+    #[test]
+    fn the_fragment_for_other_documents_has_every_code_at_its_status_and_no_other() {
+        let fragment = yaml(include_str!("../../openapi/idempotency.yaml"));
+        let responses = fragment["components"]["responses"].as_object().unwrap().iter();
+        let responses =
+            responses.map(|(name, response)| (name.strip_prefix("Idempotency").unwrap(), response));
+        assert_eq!(described(responses), answered());
+    }
+
+    #[test]
+    fn the_guide_and_the_readme_explain_every_code() {
+        let guide = include_str!("../guide/problems.md");
+        let readme = include_str!("../../README.md");
+        let headings: BTreeSet<&str> =
+            guide.lines().filter_map(|line| line.strip_prefix("## ")).collect();
+        let answered = answered();
+        let all: BTreeSet<&str> = answered.iter().map(|(_, code)| code.as_str()).collect();
+        assert_eq!(headings, all);
+        for (status, code) in &answered {
+            assert!(readme.contains(&format!("| {status} | `{code}` |")), "{status} {code}");
         }
     }
 }
