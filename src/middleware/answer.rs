@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::pin::{Pin, pin};
 
 use bytes::{Buf, Bytes, BytesMut};
-use http::header::{CONTENT_LENGTH, CONTENT_TYPE, TRAILER};
+use http::header::{CONTENT_LENGTH, CONTENT_TYPE, TRAILER, TRANSFER_ENCODING};
 use http::{HeaderMap, Response, StatusCode, response};
 use http_body::Body;
 use http_body_util::BodyExt as _;
@@ -75,10 +75,11 @@ where
             problem::mark_final(head.status, &mut head.headers);
             match read(body, config).await {
                 Read::Whole(bytes) => {
-                    // Made anew from the bytes, here and in every replay.
-                    head.headers.remove(CONTENT_LENGTH);
-                    // It announces what was dropped.
-                    head.headers.remove(TRAILER);
+                    // How the body is framed is made anew from the bytes, here and in every
+                    // replay; and no trailers are left that could be announced.
+                    for framing in [CONTENT_LENGTH, TRANSFER_ENCODING, TRAILER] {
+                        head.headers.remove(framing);
+                    }
                     let stored = StoredResponse::new(&head, bytes.clone(), &config.header_rules);
                     ran(Settle::Complete(stored.encode()), head, ResponseBody::full(bytes))
                 }
