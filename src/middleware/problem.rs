@@ -130,7 +130,8 @@ pub(super) fn response(rejection: &Rejection, config: &Config) -> Response<Bytes
         RejectionKind::KeyInUse
         | RejectionKind::StoreUnavailable
         | RejectionKind::RecordUnreadable
-        | RejectionKind::TooManyWaiting => retry_after(headers, rejection.retry_after()),
+        | RejectionKind::TooManyWaiting
+        | RejectionKind::TooManyInFlight => retry_after(headers, rejection.retry_after()),
         RejectionKind::KeyReused
         | RejectionKind::OutcomeUnknown
         | RejectionKind::HandlerFailed
@@ -159,7 +160,8 @@ fn original(kind: &RejectionKind) -> (Option<u16>, Option<&HeaderValue>) {
         | RejectionKind::StoreUnavailable
         | RejectionKind::RecordUnreadable
         | RejectionKind::ScopeMissing
-        | RejectionKind::TooManyWaiting => (None, None),
+        | RejectionKind::TooManyWaiting
+        | RejectionKind::TooManyInFlight => (None, None),
     }
 }
 
@@ -323,6 +325,18 @@ fn advice(kind: &RejectionKind) -> Advice {
             retry: false,
             error_type: INVALID_REQUEST,
         },
+        RejectionKind::TooManyInFlight => Advice {
+            status: StatusCode::TOO_MANY_REQUESTS,
+            code: "idempotency_too_many_in_flight",
+            title: "Too many operations in flight",
+            detail: text(
+                "This caller has too many operations in flight. This request was not executed. Send it again later with the same key.",
+            ),
+            // An earlier request under this key may have had its effect.
+            safe_new_key: false,
+            retry: true,
+            error_type: INVALID_REQUEST,
+        },
     }
 }
 
@@ -354,6 +368,7 @@ mod tests {
             RejectionKind::RecordUnreadable,
             RejectionKind::ScopeMissing,
             RejectionKind::TooManyWaiting,
+            RejectionKind::TooManyInFlight,
         ]
     }
 
@@ -420,6 +435,7 @@ mod tests {
                 row(409, "too_many_waiting", false, "false"),
                 row(413, "request_too_large", true, "false"),
                 row(422, "key_reused", false, "false"),
+                row(429, "too_many_in_flight", false, "true"),
                 row(500, "outcome_unknown", false, "false"),
                 row(503, "record_unreadable", false, "true"),
                 row(503, "store_unavailable", false, "true"),

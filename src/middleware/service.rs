@@ -25,7 +25,7 @@ use crate::fingerprint::Fingerprints;
 use crate::key::{IdempotencyKey, KeyError};
 use crate::record::Verdict;
 use crate::response::{StoredBody, StoredResponse};
-use crate::scope::{DownstreamSeed, StorageKey};
+use crate::scope::{CallerId, DownstreamSeed, StorageKey};
 
 /// A service whose covered requests run at most once per key. Made by
 /// [`IdempotencyLayer`](super::IdempotencyLayer).
@@ -85,13 +85,14 @@ where
         };
         let path = whole_path(&request);
         let (parts, body) = request.into_parts();
-        let Some(identity) = self.config.scope.identify(&parts, &path) else {
+        let Some((identity, caller)) = self.config.scope.identify(&parts, &path) else {
             return self.refuse(RejectionKind::ScopeMissing, Some(&key));
         };
         let names = Names {
             storage_key: StorageKey::new(&identity, &key),
             seed: DownstreamSeed::new(&identity, &key),
             key,
+            caller,
             path,
         };
         let (engine, config) = (self.engine.clone(), Arc::clone(&self.config));
@@ -117,6 +118,7 @@ struct Names {
     storage_key: StorageKey,
     seed: DownstreamSeed,
     key: IdempotencyKey,
+    caller: CallerId,
     path: String,
 }
 
@@ -172,7 +174,7 @@ where
     ResBody::Data: Send,
     ResBody::Error: Send,
 {
-    let Names { storage_key, seed, key, path } = names;
+    let Names { storage_key, seed, key, caller, path } = names;
     let body = match read_body(body, &config).await {
         Ok(body) => body,
         Err(kind) => {
@@ -184,7 +186,7 @@ where
     };
     let fingerprints = fingerprints(&config, &parts, &path, &body);
     let policy = config.policy;
-    let call = Call { key: key.clone(), storage_key, seed, fingerprints, policy };
+    let call = Call { key: key.clone(), storage_key, caller, seed, fingerprints, policy };
     let mut handler =
         Handler { ready: Some(ready), parts: Some(parts), body, config: Arc::clone(&config) };
     let conclusion = engine.execute(call, move |run| handler.start(run)).await;
