@@ -59,7 +59,7 @@ async fn case_120_a_death_between_claim_and_handler_is_not_told_from_one_after_i
     process_that_dies(&shop);
     shop.store.forget_faults();
     shop.send(&pay()).await.refused(409, "key_in_use");
-    tokio::time::advance(secs(31)).await;
+    tokio::time::advance(secs(35)).await;
     shop.send(&pay()).await.refused(409, "outcome_unknown");
     shop.ledger.expect(0);
 }
@@ -69,11 +69,13 @@ async fn case_120_a_death_between_claim_and_handler_is_not_told_from_one_after_i
 async fn case_121_after_a_crash_the_key_is_in_use_until_the_lease_ends_and_then_unknown() {
     let (shop, gate) = gated(defaults);
     process_that_dies_in_the_handler(&shop, &gate).await;
+    // The dead process had a clock of its own, a little ahead of the one that is paused here.
     let seen = shop.send(&pay()).await.refused(409, "key_in_use");
-    assert!((29..=30).contains(&seen.retry_after()));
+    assert!((30..=32).contains(&seen.retry_after()));
     tokio::time::advance(secs(15)).await;
-    assert!(shop.send(&pay()).await.refused(409, "key_in_use").retry_after() <= 15);
-    tokio::time::advance(secs(16)).await;
+    let seen = shop.send(&pay()).await.refused(409, "key_in_use");
+    assert!((15..=17).contains(&seen.retry_after()));
+    tokio::time::advance(secs(20)).await;
     let seen = shop.send(&pay()).await.refused(409, "outcome_unknown");
     assert_eq!(seen.json()["safe_new_key"], false);
     assert_eq!(seen.header("stripe-should-retry"), Some("false"));
@@ -308,7 +310,7 @@ async fn case_130_an_operator_settles_an_unknown_outcome() {
         let (shop, gate) = gated(defaults);
         process_that_dies_in_the_handler(&shop, &gate).await;
         let (key, of_the_dead) = shop.store.last_claim();
-        tokio::time::advance(secs(31)).await;
+        tokio::time::advance(secs(35)).await;
         shop.send(&pay()).await.refused(409, "outcome_unknown");
         let (head, ()) = Response::builder().status(201).body(()).unwrap().into_parts();
         let answer = StoredResponse::new(&head, "found".into(), &HeaderRules::default()).encode();

@@ -12,10 +12,10 @@ use futures_util::{FutureExt as _, StreamExt as _, stream};
 use http::Response;
 use http_body_util::BodyExt as _;
 use tokio::sync::{Mutex, Semaphore, mpsc};
-use tokio::time::Instant;
+use tokio::time::{Instant, timeout};
 use tower::ServiceExt as _;
 
-use crate::harness::{Ask, Gate, Seen, Server, Shop, defaults, no_wait, post, secs};
+use crate::harness::{Ask, Builder, Gate, Seen, Server, Shop, defaults, no_wait, post, secs};
 
 const POST: &str = "POST /payments HTTP/1.1\r\nhost: shop\r\naccount: acme\r\n\
     idempotency-key: k\r\ncontent-length: 0\r\n\r\n";
@@ -38,7 +38,9 @@ fn channel() -> (mpsc::UnboundedSender<&'static str>, Arc<Mutex<Option<Body>>>) 
 async fn case_100_events_arrive_while_the_handler_still_streams_and_nothing_runs_again() {
     for media_type in ["text/event-stream", "application/x-ndjson; charset=utf-8"] {
         let (sender, body) = channel();
-        let shop = Shop::running(defaults, move |_| {
+        // Not because the answer is slow.
+        let configure = |config: Builder| config.response_timeout(secs(3600));
+        let shop = Shop::running(configure, move |_| {
             let body = Arc::clone(&body);
             async move {
                 let body = body.lock().await.take().expect("it runs once");
@@ -50,7 +52,7 @@ async fn case_100_events_arrive_while_the_handler_still_streams_and_nothing_runs
         let mut raw = server.connect().await;
         raw.send(POST).await;
         sender.send("data: 1\n\n").unwrap();
-        let head = raw.head().await;
+        let head = timeout(secs(20), raw.head()).await.expect("the first byte comes at once");
         head.expect(200, false);
         assert_eq!(head.header("transfer-encoding"), Some("chunked"));
         raw.until(b"data: 1").await;
