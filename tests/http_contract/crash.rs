@@ -175,6 +175,22 @@ async fn one_or_two_lost_renewals_do_not_lose_a_lease() {
     shop.ledger.expect(1);
 }
 
+/// Nobody else ran, so the late answer is the truth.
+#[tokio::test(start_paused = true)]
+async fn a_late_answer_of_the_only_run_settles_an_unknown_outcome() {
+    let (shop, gate) = gated(defaults);
+    shop.store.fail(Verb::Renew, Fault::Is(StoreErrorKind::Unavailable));
+    let paused = shop.sending(&pay());
+    gate.entered().await;
+    tokio::time::sleep(secs(31)).await;
+    shop.send(&pay()).await.refused(409, "outcome_unknown");
+    gate.open();
+    let first = paused.await.unwrap().fresh(201);
+    assert_eq!(first.header("idempotency-status"), None);
+    shop.send(&pay()).await.replay_of(&first);
+    shop.ledger.expect(1);
+}
+
 // cases: 125
 #[tokio::test(start_paused = true)]
 async fn case_125_a_claim_whose_reply_is_lost_is_recognised_when_it_is_sent_again() {
