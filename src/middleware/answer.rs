@@ -52,6 +52,10 @@ const STREAMS: [&[u8]; 4] = [
     b"multipart/x-mixed-replace",
 ];
 
+/// `application/grpc`, `application/grpc+proto`: the status of a call is in the trailers, which only a
+/// body that is passed through keeps.
+const GRPC: &[u8] = b"application/grpc";
+
 /// Decides what is recorded of a response, and reads its body if that is kept.
 pub(super) async fn judge<B, E>(response: Response<B>, config: &Config) -> Ran<Answer<B, E>>
 where
@@ -124,7 +128,9 @@ fn verdict(head: &mut response::Parts) -> Judgement {
 pub(crate) fn is_stream(headers: &HeaderMap) -> bool {
     headers.get(CONTENT_TYPE).is_some_and(|value| {
         let essence = value.as_bytes().split(|byte| *byte == b';').next().unwrap_or_default();
-        STREAMS.iter().any(|stream| essence.trim_ascii().eq_ignore_ascii_case(stream))
+        let essence = essence.trim_ascii();
+        let grpc = essence.get(..GRPC.len()).is_some_and(|start| start.eq_ignore_ascii_case(GRPC));
+        grpc || STREAMS.iter().any(|stream| essence.eq_ignore_ascii_case(stream))
     })
 }
 

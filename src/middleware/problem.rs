@@ -165,9 +165,10 @@ fn original(kind: &RejectionKind) -> (Option<u16>, Option<&HeaderValue>) {
     }
 }
 
-/// Marks a stored server error as final, so that SDKs do not retry what will only be replayed.
+/// Marks a stored server error as final, whatever the handler says: SDKs must not retry what will
+/// only be replayed.
 pub(super) fn mark_final(status: StatusCode, headers: &mut HeaderMap) {
-    if status.is_server_error() && !headers.contains_key(STRIPE_SHOULD_RETRY) {
+    if status.is_server_error() {
         headers.insert(STRIPE_SHOULD_RETRY, flag(false));
     }
 }

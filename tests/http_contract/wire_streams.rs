@@ -42,6 +42,7 @@ async fn case_100_events_arrive_while_the_handler_still_streams_and_nothing_runs
         "application/x-ndjson",
         "application/ndjson",
         "multipart/x-mixed-replace; boundary=x",
+        "application/grpc+proto",
     ] {
         let (sender, body) = channel();
         // Not because the answer is slow.
