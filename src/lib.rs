@@ -5,6 +5,8 @@
 )]
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
+#[cfg(feature = "client")]
+pub mod client;
 mod config;
 mod engine;
 mod error;

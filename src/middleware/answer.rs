@@ -1,16 +1,10 @@
 //! The handler's answer: what is recorded of it, and what goes out.
 
-use std::collections::VecDeque;
-use std::pin::{Pin, pin};
-
-use bytes::{Buf, Bytes, BytesMut};
 use http::header::{CONTENT_LENGTH, CONTENT_TYPE, TRAILER, TRANSFER_ENCODING};
 use http::{HeaderMap, Response, StatusCode, response};
 use http_body::Body;
-use http_body_util::BodyExt as _;
-use tokio::time::sleep;
 
-use super::body::ResponseBody;
+use super::body::{Read, ResponseBody, read};
 use super::extension::Outcome;
 use super::problem;
 use super::service::refusal;
@@ -58,6 +52,10 @@ const STREAMS: [&[u8]; 4] = [
     b"multipart/x-mixed-replace",
 ];
 
+/// `application/grpc`, `application/grpc+proto`: the status of a call is in the trailers, which only a
+/// body that is passed through keeps.
+const GRPC: &[u8] = b"application/grpc";
+
 /// Decides what is recorded of a response, and reads its body if that is kept.
 pub(super) async fn judge<B, E>(response: Response<B>, config: &Config) -> Ran<Answer<B, E>>
 where
@@ -73,7 +71,7 @@ where
         Judgement::KeepHead => keep_head(head, ResponseBody::passed(body)),
         Judgement::Keep => {
             problem::mark_final(head.status, &mut head.headers);
-            match read(body, config).await {
+            match read(body, config.response_limit, config.response_timeout).await {
                 Read::Whole(bytes) => {
                     // How the body is framed is made anew from the bytes, here and in every
                     // replay; and no trailers are left that could be announced.
@@ -84,7 +82,7 @@ where
                     ran(Settle::Complete(stored.encode()), head, ResponseBody::full(bytes))
                 }
                 Read::Part(read, rest) => keep_head(head, ResponseBody::begun(read, rest)),
-                Read::Broken => {
+                Read::Broken(_) => {
                     Ran { settle: Settle::Release(Verdict::Unknown), reply: Answer::Broken }
                 }
             }
@@ -126,10 +124,13 @@ fn verdict(head: &mut response::Parts) -> Judgement {
     }
 }
 
-fn is_stream(headers: &HeaderMap) -> bool {
+/// True for media types of bodies that may never end.
+pub(crate) fn is_stream(headers: &HeaderMap) -> bool {
     headers.get(CONTENT_TYPE).is_some_and(|value| {
         let essence = value.as_bytes().split(|byte| *byte == b';').next().unwrap_or_default();
-        STREAMS.iter().any(|stream| essence.trim_ascii().eq_ignore_ascii_case(stream))
+        let essence = essence.trim_ascii();
+        let grpc = essence.get(..GRPC.len()).is_some_and(|start| start.eq_ignore_ascii_case(GRPC));
+        grpc || STREAMS.iter().any(|stream| essence.eq_ignore_ascii_case(stream))
     })
 }
 
@@ -149,53 +150,4 @@ fn keep_head<B, E>(mut head: response::Parts, body: ResponseBody<B>) -> Ran<Answ
     problem::mark_final(head.status, &mut head.headers);
     let stored = StoredResponse::without_body(&head);
     ran(Settle::Complete(stored.encode()), head, body)
-}
-
-/// What was read of a body.
-enum Read<B> {
-    Whole(Bytes),
-    /// Too long, or too slow: what was read, and the rest.
-    Part(VecDeque<Bytes>, Pin<Box<B>>),
-    Broken,
-}
-
-/// Reads a body up to the limit of what is kept.
-async fn read<B: Body>(body: B, config: &Config) -> Read<B> {
-    let limit = config.response_limit;
-    if body.size_hint().lower() > limit as u64 {
-        return Read::Part(VecDeque::new(), Box::pin(body));
-    }
-    let mut body = Box::pin(body);
-    let mut slow = pin!(sleep(config.response_timeout));
-    let (mut frames, mut length) = (VecDeque::new(), 0_usize);
-    loop {
-        let frame = tokio::select! {
-            biased;
-            frame = body.frame() => frame,
-            () = &mut slow => return Read::Part(frames, body),
-        };
-        match frame {
-            None => return Read::Whole(concat(frames, length)),
-            Some(Err(_)) => return Read::Broken,
-            Some(Ok(frame)) => {
-                // Trailers are not kept, neither here nor in replays.
-                let Ok(mut data) = frame.into_data() else { continue };
-                let data = data.copy_to_bytes(data.remaining());
-                length = length.saturating_add(data.len());
-                frames.push_back(data);
-                if length > limit {
-                    return Read::Part(frames, body);
-                }
-            }
-        }
-    }
-}
-
-fn concat(mut frames: VecDeque<Bytes>, length: usize) -> Bytes {
-    if frames.len() <= 1 {
-        return frames.pop_front().unwrap_or_default();
-    }
-    let mut whole = BytesMut::with_capacity(length);
-    frames.iter().for_each(|frame| whole.extend_from_slice(frame));
-    whole.freeze()
 }

@@ -130,7 +130,8 @@ pub(super) fn response(rejection: &Rejection, config: &Config) -> Response<Bytes
         RejectionKind::KeyInUse
         | RejectionKind::StoreUnavailable
         | RejectionKind::RecordUnreadable
-        | RejectionKind::TooManyWaiting => retry_after(headers, rejection.retry_after()),
+        | RejectionKind::TooManyWaiting
+        | RejectionKind::TooManyInFlight => retry_after(headers, rejection.retry_after()),
         RejectionKind::KeyReused
         | RejectionKind::OutcomeUnknown
         | RejectionKind::HandlerFailed
@@ -159,13 +160,15 @@ fn original(kind: &RejectionKind) -> (Option<u16>, Option<&HeaderValue>) {
         | RejectionKind::StoreUnavailable
         | RejectionKind::RecordUnreadable
         | RejectionKind::ScopeMissing
-        | RejectionKind::TooManyWaiting => (None, None),
+        | RejectionKind::TooManyWaiting
+        | RejectionKind::TooManyInFlight => (None, None),
     }
 }
 
-/// Marks a stored server error as final, so that SDKs do not retry what will only be replayed.
+/// Marks a stored server error as final, whatever the handler says: SDKs must not retry what will
+/// only be replayed.
 pub(super) fn mark_final(status: StatusCode, headers: &mut HeaderMap) {
-    if status.is_server_error() && !headers.contains_key(STRIPE_SHOULD_RETRY) {
+    if status.is_server_error() {
         headers.insert(STRIPE_SHOULD_RETRY, flag(false));
     }
 }
@@ -323,6 +326,18 @@ fn advice(kind: &RejectionKind) -> Advice {
             retry: false,
             error_type: INVALID_REQUEST,
         },
+        RejectionKind::TooManyInFlight => Advice {
+            status: StatusCode::TOO_MANY_REQUESTS,
+            code: "idempotency_too_many_in_flight",
+            title: "Too many operations in flight",
+            detail: text(
+                "This caller has too many operations in flight. This request was not executed. Send it again later with the same key.",
+            ),
+            // An earlier request under this key may have had its effect.
+            safe_new_key: false,
+            retry: true,
+            error_type: INVALID_REQUEST,
+        },
     }
 }
 
@@ -354,6 +369,7 @@ mod tests {
             RejectionKind::RecordUnreadable,
             RejectionKind::ScopeMissing,
             RejectionKind::TooManyWaiting,
+            RejectionKind::TooManyInFlight,
         ]
     }
 
@@ -420,6 +436,7 @@ mod tests {
                 row(409, "too_many_waiting", false, "false"),
                 row(413, "request_too_large", true, "false"),
                 row(422, "key_reused", false, "false"),
+                row(429, "too_many_in_flight", false, "true"),
                 row(500, "outcome_unknown", false, "false"),
                 row(503, "record_unreadable", false, "true"),
                 row(503, "store_unavailable", false, "true"),

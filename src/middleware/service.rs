@@ -2,10 +2,11 @@
 
 use std::error::Error as StdError;
 use std::future::poll_fn;
+use std::pin::pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
 
-use bytes::Bytes;
+use bytes::{Buf as _, BufMut as _, Bytes, BytesMut};
 use http::request::Parts;
 use http::{HeaderMap, HeaderValue, Request, Response};
 use http_body::Body;
@@ -25,7 +26,7 @@ use crate::fingerprint::Fingerprints;
 use crate::key::{IdempotencyKey, KeyError};
 use crate::record::Verdict;
 use crate::response::{StoredBody, StoredResponse};
-use crate::scope::{DownstreamSeed, StorageKey};
+use crate::scope::{CallerId, DownstreamSeed, StorageKey};
 
 /// A service whose covered requests run at most once per key. Made by
 /// [`IdempotencyLayer`](super::IdempotencyLayer).
@@ -85,13 +86,14 @@ where
         };
         let path = whole_path(&request);
         let (parts, body) = request.into_parts();
-        let Some(identity) = self.config.scope.identify(&parts, &path) else {
+        let Some((identity, caller)) = self.config.scope.identify(&parts, &path) else {
             return self.refuse(RejectionKind::ScopeMissing, Some(&key));
         };
         let names = Names {
             storage_key: StorageKey::new(&identity, &key),
             seed: DownstreamSeed::new(&identity, &key),
             key,
+            caller,
             path,
         };
         let (engine, config) = (self.engine.clone(), Arc::clone(&self.config));
@@ -117,6 +119,7 @@ struct Names {
     storage_key: StorageKey,
     seed: DownstreamSeed,
     key: IdempotencyKey,
+    caller: CallerId,
     path: String,
 }
 
@@ -172,7 +175,7 @@ where
     ResBody::Data: Send,
     ResBody::Error: Send,
 {
-    let Names { storage_key, seed, key, path } = names;
+    let Names { storage_key, seed, key, caller, path } = names;
     let body = match read_body(body, &config).await {
         Ok(body) => body,
         Err(kind) => {
@@ -184,7 +187,7 @@ where
     };
     let fingerprints = fingerprints(&config, &parts, &path, &body);
     let policy = config.policy;
-    let call = Call { key: key.clone(), storage_key, seed, fingerprints, policy };
+    let call = Call { key: key.clone(), storage_key, caller, seed, fingerprints, policy };
     let mut handler =
         Handler { ready: Some(ready), parts: Some(parts), body, config: Arc::clone(&config) };
     let conclusion = engine.execute(call, move |run| handler.start(run)).await;
@@ -214,11 +217,28 @@ where
     if body.size_hint().lower() > limit as u64 {
         return Err(too_large);
     }
-    match timeout(config.request_timeout, Limited::new(body, limit).collect()).await {
-        Ok(Ok(collected)) => Ok(collected.to_bytes()),
+    match timeout(config.request_timeout, gather(Limited::new(body, limit))).await {
+        Ok(Ok(bytes)) => Ok(bytes),
         Ok(Err(error)) if is_length_limit(&*error) => Err(too_large),
         Ok(Err(_)) | Err(_) => Err(RejectionKind::RequestIncomplete),
     }
+}
+
+/// The data of a body. A single frame is taken as it is; more are copied together as they come: a
+/// client chooses their size, and a frame of one byte holds fifty times as much memory.
+async fn gather<B: Body>(body: B) -> Result<Bytes, B::Error> {
+    let mut body = pin!(body);
+    let (mut single, mut several) = (Bytes::new(), BytesMut::new());
+    while let Some(frame) = body.frame().await {
+        let Ok(mut data) = frame?.into_data() else { continue };
+        if single.is_empty() && several.is_empty() {
+            single = data.copy_to_bytes(data.remaining());
+            continue;
+        }
+        several.extend_from_slice(&std::mem::take(&mut single));
+        several.put(data);
+    }
+    Ok(if several.is_empty() { single } else { several.freeze() })
 }
 
 /// True for our own limit and for one that a layer outside put around the body.
