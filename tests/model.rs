@@ -29,7 +29,7 @@ use support::redis::RedisServer;
 use tower_idempotency::record::{
     self, Change, Claim, ClaimOutcome, CompleteOutcome, Completion, Current, Expires, Finding,
     Grant, Millis, OnExpired, Record, Release, Renewal, Resolution, State, Step, Terms, Unsettled,
-    Verdict,
+    Verdict, Writes,
 };
 use tower_idempotency::store::redis::redis::aio::MultiplexedConnection;
 use tower_idempotency::store::redis::redis::{self, Value};
@@ -446,7 +446,10 @@ impl Sequence {
             }
             5..7 => {
                 let response = self.draw_bytes(1);
-                Operation::Complete(of, Completion { terms: self.draw_terms(), response })
+                Operation::Complete(
+                    of,
+                    Completion { terms: self.draw_terms(), response, writes: Writes::Keep },
+                )
             }
             7 => {
                 let verdict =

@@ -14,7 +14,7 @@ use support::redis::RedisServer;
 use tokio::net::TcpListener;
 use tower_idempotency::record::{
     Claim, ClaimOutcome, CompleteOutcome, Completion, Finding, OnExpired, Release, ReleaseOutcome,
-    RenewOutcome, Renewal, Resolution, ResolveOutcome, Terms, Verdict,
+    RenewOutcome, Renewal, Resolution, ResolveOutcome, Terms, Verdict, Writes,
 };
 use tower_idempotency::store::redis::deadpool_redis::{Manager, Pool, Runtime};
 use tower_idempotency::{
@@ -76,7 +76,7 @@ fn claim() -> Claim {
 }
 
 fn completion(response: &[u8]) -> Completion {
-    Completion { terms: TERMS, response: Bytes::copy_from_slice(response) }
+    Completion { terms: TERMS, response: Bytes::copy_from_slice(response), writes: Writes::Keep }
 }
 
 async fn granted(store: &RedisStore, key: StorageKey) -> Lease {
@@ -639,7 +639,8 @@ async fn no_key_is_ever_without_an_expiry() {
         let terms = Terms { lease: time, retention: time, unknown_retention: time };
         let claim = Claim { terms, ..claim() };
         let renewal = Renewal { terms, checkpoint: None };
-        let completion = Completion { terms, response: Bytes::from_static(b"answer") };
+        let completion =
+            Completion { terms, response: Bytes::from_static(b"answer"), writes: Writes::Keep };
         for verdict in [None, Some(Verdict::NoEffect), Some(Verdict::Unknown)] {
             let key = new_key();
             let Ok(ClaimOutcome::Acquired(lease)) = store.claim(key, &claim).await else {

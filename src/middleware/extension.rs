@@ -31,6 +31,11 @@ pub enum Outcome {
     /// It happened, and the body must not be kept: retries are told that the operation is done.
     /// For streams, and for bodies that must not rest in a store.
     DoneBodyNotKept,
+    /// The answer is a refusal or an error, and what the handler wrote through the store's
+    /// transaction belongs to it: it is committed with the answer. For a row that says why a card
+    /// was declined. Without this mark such writes are undone. Where the store holds no
+    /// transaction of the handler's, nothing changes.
+    KeepWrites,
 }
 
 /// Stands in the extensions of a response that is a replay.

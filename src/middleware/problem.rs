@@ -65,6 +65,7 @@ pub(super) fn response(rejection: &Rejection, base: &str) -> Response<Bytes> {
         | RejectionKind::KeyInUse
         | RejectionKind::OutcomeUnknown
         | RejectionKind::HandlerFailed
+        | RejectionKind::RolledBack
         | RejectionKind::RequestTooLarge { .. }
         | RejectionKind::RequestIncomplete
         | RejectionKind::StoreUnavailable
@@ -112,6 +113,7 @@ pub(super) fn response(rejection: &Rejection, base: &str) -> Response<Bytes> {
         RejectionKind::KeyReused
         | RejectionKind::OutcomeUnknown
         | RejectionKind::HandlerFailed
+        | RejectionKind::RolledBack
         | RejectionKind::ResultUnavailable { .. }
         | RejectionKind::RequestTooLarge { .. }
         | RejectionKind::RequestIncomplete
@@ -120,10 +122,20 @@ pub(super) fn response(rejection: &Rejection, base: &str) -> Response<Bytes> {
     response
 }
 
-/// Marks a stored server error as final, so that SDKs do not retry what will only be replayed.
-pub(super) fn mark_final(status: StatusCode, headers: &mut HeaderMap) {
-    if status.is_server_error() && !headers.contains_key(STRIPE_SHOULD_RETRY) {
+/// Marks a stored server error as final, so that SDKs do not retry what will only be replayed. True
+/// if the mark was not there before.
+pub(super) fn mark_final(status: StatusCode, headers: &mut HeaderMap) -> bool {
+    let mark = status.is_server_error() && !headers.contains_key(STRIPE_SHOULD_RETRY);
+    if mark {
         headers.insert(STRIPE_SHOULD_RETRY, flag(false));
+    }
+    mark
+}
+
+/// Marks a server error as worth a retry: nothing of it is left.
+pub(super) fn mark_retry(status: StatusCode, headers: &mut HeaderMap) {
+    if status.is_server_error() {
+        headers.insert(STRIPE_SHOULD_RETRY, flag(true));
     }
 }
 
@@ -203,6 +215,17 @@ fn advice(kind: &RejectionKind) -> Advice {
             ),
             safe_new_key: false,
             retry: false,
+            error_type: API,
+        },
+        RejectionKind::RolledBack => Advice {
+            status: StatusCode::INTERNAL_SERVER_ERROR,
+            code: "idempotency_rolled_back",
+            title: "Rolled back",
+            detail: text(
+                "The request failed while it was processed, and everything it had done in the database was undone. Send the same request again later with the same key.",
+            ),
+            safe_new_key: false,
+            retry: true,
             error_type: API,
         },
         RejectionKind::ResultUnavailable { .. } => Advice {
@@ -308,6 +331,7 @@ mod tests {
             RejectionKind::RecordUnreadable,
             RejectionKind::ScopeMissing,
             RejectionKind::TooManyWaiting,
+            RejectionKind::RolledBack,
         ]
     }
 
@@ -366,6 +390,7 @@ mod tests {
                 row(413, "request_too_large", true, "false"),
                 row(422, "key_reused", false, "false"),
                 row(500, "outcome_unknown", false, "false"),
+                row(500, "rolled_back", false, "true"),
                 row(503, "record_unreadable", false, "true"),
                 row(503, "store_unavailable", false, "true"),
             ]
