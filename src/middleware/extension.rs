@@ -113,6 +113,33 @@ mod axum_impl {
 
     extract_from_extensions!(IdempotencyKey);
     extract_from_extensions!(Execution);
+
+    #[cfg(any(feature = "postgres", feature = "sqlite"))]
+    mod tx {
+        use axum::extract::FromRequestParts;
+        use axum::response::{IntoResponse, Response};
+        use http::StatusCode;
+        use http::request::Parts;
+
+        use super::super::Outcome;
+        use crate::store::sql::{Backend, NoTx, Tx};
+
+        impl<DB: Backend, S: Sync> FromRequestParts<S> for Tx<DB> {
+            type Rejection = NoTx;
+
+            async fn from_request_parts(parts: &mut Parts, _state: &S) -> Result<Self, NoTx> {
+                Self::take(&parts.extensions)
+            }
+        }
+
+        impl IntoResponse for NoTx {
+            fn into_response(self) -> Response {
+                tracing::error!("{self}");
+                (StatusCode::INTERNAL_SERVER_ERROR, Outcome::NoEffect, self.to_string())
+                    .into_response()
+            }
+        }
+    }
 }
 
 #[cfg(feature = "axum")]

@@ -4,5 +4,6 @@
 #![allow(unreachable_pub, reason = "each test program has this as a module of its own")]
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on panics")]
 
+pub mod postgres;
 pub mod redis;
 pub mod relay;
