@@ -210,6 +210,8 @@ pub enum RejectionKind {
     ScopeMissing,
     /// Too many requests wait for running operations already.
     TooManyWaiting,
+    /// The caller has too many operations in flight in this process already.
+    TooManyInFlight,
 }
 
 impl Rejection {

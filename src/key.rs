@@ -78,6 +78,23 @@ impl IdempotencyKey {
     /// The longest key, in bytes after unquoting: what Stripe accepts, and no provider accepts more.
     pub const MAX_LENGTH: usize = 255;
 
+    /// A new key: a random UUID (version 4, RFC 9562), as official payment SDKs make them.
+    ///
+    /// # Panics
+    /// If the operating system has no randomness to give: a key that is not unique is worse than none.
+    #[must_use]
+    pub fn random() -> Self {
+        let mut bytes = [0; 16];
+        getrandom::fill(&mut bytes).expect("the operating system gives random bytes");
+        bytes[6] = (bytes[6] & 0x0f) | 0x40;
+        bytes[8] = (bytes[8] & 0x3f) | 0x80;
+        let hex = |range: std::ops::Range<usize>| {
+            bytes[range].iter().map(|byte| format!("{byte:02x}")).collect::<String>()
+        };
+        let parts = [hex(0..4), hex(4..6), hex(6..8), hex(8..10), hex(10..16)];
+        Self(Arc::from(parts.join("-")))
+    }
+
     /// Reads one header value.
     ///
     /// Leading and trailing spaces are not part of it, and parameters after a quoted key are
@@ -137,7 +154,7 @@ impl IdempotencyKey {
             let escaped = self.0.replace('\\', r"\\").replace('"', r#"\""#);
             HeaderValue::from_str(&format!("\"{escaped}\""))
         };
-        value.expect("a parsed key is printable ASCII, which every header value may hold")
+        value.expect("printable ASCII is a header value")
     }
 }
 
@@ -218,6 +235,19 @@ mod tests {
             assert_eq!(parsed, Err(KeyError::QuotesRequired));
         }
         assert!(IdempotencyKey::parse(b"\"abc\"", KeySyntax::QuotedOnly).is_ok());
+    }
+
+    #[test]
+    fn a_random_key_is_a_uuid_of_version_4_and_never_the_same() {
+        let keys: Vec<_> = (0..100).map(|_| IdempotencyKey::random()).collect();
+        for key in &keys {
+            let text = key.as_str().as_bytes();
+            assert_eq!((text.len(), text[14]), (36, b'4'), "{}", key.as_str());
+            assert!(b"89ab".contains(&text[19]), "{}", key.as_str());
+            check(text, Ok(key.as_str()));
+        }
+        let distinct: std::collections::HashSet<_> = keys.iter().collect();
+        assert_eq!(distinct.len(), keys.len());
     }
 
     #[test]

@@ -51,8 +51,18 @@ const ONE_VERSION: &[&str] = &[
 ];
 
 /// What only an optional feature may pull in.
-const NOT_WITHOUT_FEATURES: &[&str] =
-    &["axum", "axum-core", "deadpool", "deadpool-redis", "hyper", "redis", "sqlx", "tower"];
+const NOT_WITHOUT_FEATURES: &[&str] = &[
+    "axum",
+    "axum-core",
+    "deadpool",
+    "deadpool-redis",
+    "hyper",
+    "redis",
+    "reqwest",
+    "reqwest-middleware",
+    "sqlx",
+    "tower",
+];
 
 fn metadata(features: &[&str]) -> Value {
     let run = |offline: &[&str]| {

@@ -62,6 +62,8 @@ const STATUS_CODES: &[&str] = &[
     "middleware/answer.rs",
     // The extractors' rejection in a route that has no layer.
     "middleware/extension.rs",
+    // What a server's status means for a client that may retry.
+    "client/judge.rs",
 ];
 
 /// Where a file or an import stands.

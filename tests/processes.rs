@@ -17,7 +17,6 @@ use tokio::sync::Barrier;
 #[allow(dead_code, unreachable_pub, reason = "each test program uses a part of it")]
 mod redis;
 #[path = "support/sandbox.rs"]
-#[allow(dead_code, reason = "each test program uses a part of it")]
 mod sandbox;
 
 use redis::RedisServer;

@@ -12,6 +12,7 @@
 mod execution;
 mod keeper;
 pub(crate) mod observe;
+mod quota;
 mod settle;
 #[cfg(test)]
 mod tests;
@@ -43,14 +44,15 @@ use crate::fingerprint::Fingerprints;
 use crate::key::IdempotencyKey;
 use crate::record::{Claim, ClaimOutcome, Grant, Millis, RenewOutcome, Renewal, Verdict, Writes};
 use crate::response::StoredResponse;
-use crate::scope::{DownstreamSeed, StorageKey};
+use crate::scope::{CallerId, DownstreamSeed, StorageKey};
 use crate::store::{Lease, Store};
 use crate::token::{Attempt, Fence, HolderId};
 use keeper::Kept;
 use observe::Gauge;
 pub(crate) use observe::Seen;
+use quota::Quota;
 use settle::Settled;
-use wait::{Room, Woken};
+use wait::Room;
 
 /// Runs handlers under their keys. Shared by the layers of all routes.
 ///
@@ -62,6 +64,7 @@ pub struct Engine(Arc<Shared>);
 struct Shared {
     store: Arc<dyn Store>,
     room: Arc<Room>,
+    quota: Arc<Quota>,
     tracker: TaskTracker,
     closing: CancellationToken,
     running: Mutex<HashMap<u64, Running>>,
@@ -80,6 +83,7 @@ struct Running {
 pub(crate) struct Call {
     pub(crate) key: IdempotencyKey,
     pub(crate) storage_key: StorageKey,
+    pub(crate) caller: CallerId,
     pub(crate) seed: DownstreamSeed,
     pub(crate) fingerprints: Fingerprints,
     pub(crate) policy: Policy,
@@ -145,6 +149,8 @@ const PAUSES: [Duration; 3] =
     [Duration::from_millis(20), Duration::from_millis(60), Duration::from_millis(150)];
 /// When to come back if the store cannot be asked: outages are seconds long, clients are many.
 const RETRY_AFTER_UNAVAILABLE: Duration = Duration::from_secs(1);
+/// When a caller with too many operations in flight should come back: payments take about a second.
+const RETRY_AFTER_TOO_MANY: Duration = Duration::from_secs(1);
 /// A lease of which this part has passed before the handler could start is renewed first.
 const STALE_AFTER: (u32, u32) = (2, 3);
 
@@ -160,6 +166,7 @@ impl Engine {
         Self(Arc::new(Shared {
             store: Arc::new(store),
             room: Room::new(limits),
+            quota: Arc::default(),
             tracker: TaskTracker::new(),
             closing: CancellationToken::new(),
             running: Mutex::default(),
@@ -225,9 +232,20 @@ impl Engine {
         if self.0.closing.is_cancelled() {
             return Conclusion::refused(unavailable());
         }
+        let most = call.policy.in_flight_per_caller;
+        let Some(place) = self.0.quota.enter(call.caller, call.storage_key, most) else {
+            let rejection = Rejection::new(RejectionKind::TooManyInFlight)
+                .with_retry_after(RETRY_AFTER_TOO_MANY);
+            observe::refused(rejection.kind(), Some(call.storage_key));
+            return Conclusion::Refused(rejection);
+        };
         let (answer, answered) = oneshot::channel();
         let engine = self.clone();
-        let task = async move { engine.conduct(call, handler, answer).await };
+        let task = async move {
+            engine.conduct(call, handler, answer).await;
+            // The handler counts to its end, not only for as long as its client stays.
+            drop(place);
+        };
         self.0.tracker.spawn(task.in_current_span());
         // The task answers unless the runtime ends under it; then nobody knows what it had done.
         answered.await.unwrap_or_else(|_| Conclusion::refused(RejectionKind::OutcomeUnknown))
@@ -331,16 +349,13 @@ impl Engine {
                     Rejection::new(RejectionKind::TooManyWaiting).with_retry_after(remaining),
                 );
             };
-            let woken = tokio::select! {
+            tokio::select! {
                 biased;
-                woken = seat.wait(wait_until) => woken,
-                () = self.0.closing.cancelled() => Woken::TimedOut,
+                // Also when the time is up: only the store knows what is left of the lease by now.
+                _ = seat.wait(wait_until) => {}
+                () = self.0.closing.cancelled() => return in_use(),
                 // Nobody waits for this answer any more, and nothing of ours is running.
-                () = answer.closed() => Woken::TimedOut,
-            };
-            match woken {
-                Woken::ClaimAgain => {}
-                Woken::TimedOut => return in_use(),
+                () = answer.closed() => return in_use(),
             }
         }
     }

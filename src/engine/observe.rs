@@ -56,6 +56,7 @@ pub(crate) fn refusal(kind: &RejectionKind) -> &'static str {
         RejectionKind::RecordUnreadable => "record_unreadable",
         RejectionKind::ScopeMissing => "scope_missing",
         RejectionKind::TooManyWaiting => "too_many_waiting",
+        RejectionKind::TooManyInFlight => "too_many_in_flight",
     }
 }
 

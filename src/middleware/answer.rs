@@ -1,16 +1,10 @@
 //! The handler's answer: what is recorded of it, and what goes out.
 
-use std::collections::VecDeque;
-use std::pin::{Pin, pin};
-
-use bytes::{Buf, Bytes, BytesMut};
-use http::header::{CONTENT_LENGTH, CONTENT_TYPE};
+use http::header::{CONTENT_LENGTH, CONTENT_TYPE, TRAILER, TRANSFER_ENCODING};
 use http::{HeaderMap, Response, StatusCode, response};
 use http_body::Body;
-use http_body_util::BodyExt as _;
-use tokio::time::sleep;
 
-use super::body::ResponseBody;
+use super::body::{Read, ResponseBody, read};
 use super::extension::Outcome;
 use super::problem;
 use super::service::refusal;
@@ -94,10 +88,13 @@ where
         Judgement::KeepHead(writes) => keep_head(head, ResponseBody::passed(body), writes),
         Judgement::Keep(writes) => {
             problem::mark_final(head.status, &mut head.headers);
-            match read(body, config).await {
+            match read(body, config.response_limit, config.response_timeout).await {
                 Read::Whole(bytes) => {
-                    // Made anew from the bytes, here and in every replay.
-                    head.headers.remove(CONTENT_LENGTH);
+                    // How the body is framed is made anew from the bytes, here and in every
+                    // replay; and no trailers are left that could be announced.
+                    for framing in [CONTENT_LENGTH, TRANSFER_ENCODING, TRAILER] {
+                        head.headers.remove(framing);
+                    }
                     let stored = StoredResponse::new(&head, bytes.clone(), &config.header_rules);
                     let settle = Settle::Complete { response: stored.encode(), writes };
                     ran(settle, head, ResponseBody::full(bytes), advised)
@@ -109,7 +106,7 @@ where
                     }
                     ran
                 }
-                Read::Broken => {
+                Read::Broken(_) => {
                     Ran { settle: Settle::Release(Verdict::Unknown), reply: Answer::Broken }
                 }
             }
@@ -145,9 +142,12 @@ fn verdict(head: &mut response::Parts) -> Judgement {
             Outcome::KeepWrites => Judgement::Keep(Writes::Keep),
         };
     }
-    if head.extensions.get::<Rejection>().is_some() {
-        // A refusal by a layer like this one further in, whose own record is what counts.
-        return Judgement::Release(Verdict::NoEffect);
+    if let Some(refusal) = head.extensions.get::<Rejection>() {
+        // A refusal by a layer like this one further in, whose own record is what counts. Unless
+        // its handler was started, perhaps under another key than the next one will get there.
+        let unknown =
+            matches!(refusal.kind(), RejectionKind::HandlerFailed | RejectionKind::OutcomeUnknown);
+        return Judgement::Release(if unknown { Verdict::Unknown } else { Verdict::NoEffect });
     }
     if NO_EFFECT.contains(&head.status) {
         return Judgement::Release(Verdict::NoEffect);
@@ -161,7 +161,8 @@ fn verdict(head: &mut response::Parts) -> Judgement {
     }
 }
 
-fn is_stream(headers: &HeaderMap) -> bool {
+/// True for media types of bodies that may never end.
+pub(crate) fn is_stream(headers: &HeaderMap) -> bool {
     headers.get(CONTENT_TYPE).is_some_and(|value| {
         let essence = value.as_bytes().split(|byte| *byte == b';').next().unwrap_or_default();
         STREAMS.iter().any(|stream| essence.trim_ascii().eq_ignore_ascii_case(stream))
@@ -193,53 +194,4 @@ fn keep_head<B, E>(
     let advised = !problem::mark_final(head.status, &mut head.headers);
     let stored = StoredResponse::without_body(&head);
     ran(Settle::Complete { response: stored.encode(), writes }, head, body, advised)
-}
-
-/// What was read of a body.
-enum Read<B> {
-    Whole(Bytes),
-    /// Too long, or too slow: what was read, and the rest.
-    Part(VecDeque<Bytes>, Pin<Box<B>>),
-    Broken,
-}
-
-/// Reads a body up to the limit of what is kept.
-async fn read<B: Body>(body: B, config: &Config) -> Read<B> {
-    let limit = config.response_limit;
-    if body.size_hint().lower() > limit as u64 {
-        return Read::Part(VecDeque::new(), Box::pin(body));
-    }
-    let mut body = Box::pin(body);
-    let mut slow = pin!(sleep(config.response_timeout));
-    let (mut frames, mut length) = (VecDeque::new(), 0_usize);
-    loop {
-        let frame = tokio::select! {
-            biased;
-            frame = body.frame() => frame,
-            () = &mut slow => return Read::Part(frames, body),
-        };
-        match frame {
-            None => return Read::Whole(concat(frames, length)),
-            Some(Err(_)) => return Read::Broken,
-            Some(Ok(frame)) => {
-                // Trailers are not kept, neither here nor in replays.
-                let Ok(mut data) = frame.into_data() else { continue };
-                let data = data.copy_to_bytes(data.remaining());
-                length = length.saturating_add(data.len());
-                frames.push_back(data);
-                if length > limit {
-                    return Read::Part(frames, body);
-                }
-            }
-        }
-    }
-}
-
-fn concat(mut frames: VecDeque<Bytes>, length: usize) -> Bytes {
-    if frames.len() <= 1 {
-        return frames.pop_front().unwrap_or_default();
-    }
-    let mut whole = BytesMut::with_capacity(length);
-    frames.iter().for_each(|frame| whole.extend_from_slice(frame));
-    whole.freeze()
 }

@@ -25,7 +25,7 @@ use crate::fingerprint::Fingerprints;
 use crate::key::{IdempotencyKey, KeyError};
 use crate::record::Verdict;
 use crate::response::{StoredBody, StoredResponse};
-use crate::scope::{DownstreamSeed, StorageKey};
+use crate::scope::{CallerId, DownstreamSeed, StorageKey};
 
 /// A service whose covered requests run at most once per key. Made by
 /// [`IdempotencyLayer`](super::IdempotencyLayer).
@@ -69,28 +69,30 @@ where
         if !covered {
             return ResponseFuture::passed_through(self.inner.call(request));
         }
+        let key = read_key(request.headers(), &self.config);
+        if key == Ok(None) && self.config.missing_key == MissingKey::PassThrough {
+            observe::passed_through();
+            return ResponseFuture::passed_through(self.inner.call(request));
+        }
         // The instance that was polled ready is the one that is called, or dropped with whatever
         // it has reserved; its clone stays behind.
         let clone = self.inner.clone();
         let ready = std::mem::replace(&mut self.inner, clone);
-        let key = match read_key(request.headers(), &self.config) {
+        let key = match key {
             Ok(Some(key)) => key,
-            Ok(None) if self.config.missing_key == MissingKey::PassThrough => {
-                observe::passed_through();
-                return self.pass_through(ready, request);
-            }
             Ok(None) => return self.refuse(RejectionKind::KeyMissing, None),
             Err(error) => return self.refuse(RejectionKind::KeyInvalid(error), None),
         };
         let path = whole_path(&request);
         let (parts, body) = request.into_parts();
-        let Some(identity) = self.config.scope.identify(&parts, &path) else {
+        let Some((identity, caller)) = self.config.scope.identify(&parts, &path) else {
             return self.refuse(RejectionKind::ScopeMissing, Some(&key));
         };
         let names = Names {
             storage_key: StorageKey::new(&identity, &key),
             seed: DownstreamSeed::new(&identity, &key),
             key,
+            caller,
             path,
         };
         let (engine, config) = (self.engine.clone(), Arc::clone(&self.config));
@@ -99,17 +101,6 @@ where
 }
 
 impl<S> Idempotency<S> {
-    fn pass_through<ReqBody, ResBody>(
-        &mut self,
-        mut ready: S,
-        request: Request<ReqBody>,
-    ) -> ResponseFuture<S::Future, ResBody, S::Error>
-    where
-        S: Service<Request<ReqBody>, Response = Response<ResBody>>,
-    {
-        ResponseFuture::passed_through(ready.call(request))
-    }
-
     fn refuse<F, B, E>(
         &self,
         kind: RejectionKind,
@@ -127,6 +118,7 @@ struct Names {
     storage_key: StorageKey,
     seed: DownstreamSeed,
     key: IdempotencyKey,
+    caller: CallerId,
     path: String,
 }
 
@@ -182,7 +174,7 @@ where
     ResBody::Data: Send,
     ResBody::Error: Send,
 {
-    let Names { storage_key, seed, key, path } = names;
+    let Names { storage_key, seed, key, caller, path } = names;
     let body = match read_body(body, &config).await {
         Ok(body) => body,
         Err(kind) => {
@@ -194,7 +186,7 @@ where
     };
     let fingerprints = fingerprints(&config, &parts, &path, &body);
     let policy = config.policy;
-    let call = Call { key: key.clone(), storage_key, seed, fingerprints, policy };
+    let call = Call { key: key.clone(), storage_key, caller, seed, fingerprints, policy };
     let mut handler =
         Handler { ready: Some(ready), parts: Some(parts), body, config: Arc::clone(&config) };
     let conclusion = engine.execute(call, move |run| handler.start(run)).await;
@@ -331,7 +323,7 @@ fn replay<B>(stored: StoredResponse, config: &Config) -> Response<ResponseBody<B
 }
 
 pub(super) fn refusal<B>(rejection: Rejection, config: &Config) -> Response<ResponseBody<B>> {
-    let response = problem::response(&rejection, &config.problem_base);
+    let response = problem::response(&rejection, config);
     let mut response = response.map(ResponseBody::full);
     response.extensions_mut().insert(rejection);
     response
