@@ -20,7 +20,7 @@ use super::extension::Replayed;
 use super::future::ResponseFuture;
 use super::problem;
 use crate::config::{Config, IDEMPOTENCY_KEY, IDEMPOTENCY_STATUS, IDEMPOTENT_REPLAYED, MissingKey};
-use crate::engine::{Call, Conclusion, Engine, Execution, Ran, Run, Settle, observe};
+use crate::engine::{Call, Conclusion, Engine, Execution, Ran, Run, Seen, Settle, observe};
 use crate::error::{Rejection, RejectionKind};
 use crate::fingerprint::Fingerprints;
 use crate::key::{IdempotencyKey, KeyError};
@@ -192,6 +192,7 @@ where
         Handler { ready: Some(ready), parts: Some(parts), body, config: Arc::clone(&config) };
     let conclusion = engine.execute(call, move |run| handler.start(run)).await;
     let mut response = match conclusion {
+        Conclusion::Ran(answer, Seen::RolledBack) => answer.into_undone(&config)?,
         Conclusion::Ran(answer, _) => answer.into_response(&config)?,
         Conclusion::NotStored(answer) => {
             with_status(answer.into_response(&config)?, HeaderValue::from_static("not-stored"))
