@@ -7,7 +7,6 @@ use http_body::Body;
 use super::body::{Read, ResponseBody, read};
 use super::extension::Outcome;
 use super::problem;
-use super::service::refusal;
 use crate::config::{
     Config, IDEMPOTENCY_KEY, IDEMPOTENCY_STATUS, IDEMPOTENT_REPLAYED, STRIPE_SHOULD_RETRY,
 };
@@ -53,6 +52,14 @@ impl<B, E> Answer<B, E> {
             Self::Error(error) => Err(error),
         }
     }
+}
+
+/// The answer to a request that is refused, with the typed reason in its extensions.
+pub(super) fn refusal<B>(rejection: Rejection, config: &Config) -> Response<ResponseBody<B>> {
+    let response = problem::response(&rejection, config);
+    let mut response = response.map(ResponseBody::full);
+    response.extensions_mut().insert(rejection);
+    response
 }
 
 /// Statuses that a handler answers before it does anything.

@@ -14,11 +14,10 @@ use http_body_util::{BodyExt as _, LengthLimitError, Limited};
 use tokio::time::timeout;
 use tower_service::Service;
 
-use super::answer::{Answer, judge};
+use super::answer::{Answer, judge, refusal};
 use super::body::ResponseBody;
 use super::extension::Replayed;
 use super::future::ResponseFuture;
-use super::problem;
 use crate::config::{Config, IDEMPOTENCY_KEY, IDEMPOTENCY_STATUS, IDEMPOTENT_REPLAYED, MissingKey};
 use crate::engine::{Call, Conclusion, Engine, Execution, Ran, Run, Seen, Settle, observe};
 use crate::error::{Rejection, RejectionKind};
@@ -338,13 +337,6 @@ fn replay<B>(stored: StoredResponse, config: &Config) -> Response<ResponseBody<B
             refusal(Rejection::new(kind), config)
         }
     }
-}
-
-pub(super) fn refusal<B>(rejection: Rejection, config: &Config) -> Response<ResponseBody<B>> {
-    let response = problem::response(&rejection, config);
-    let mut response = response.map(ResponseBody::full);
-    response.extensions_mut().insert(rejection);
-    response
 }
 
 fn with_status<B>(mut response: Response<B>, status: HeaderValue) -> Response<B> {
