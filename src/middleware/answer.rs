@@ -7,7 +7,6 @@ use http_body::Body;
 use super::body::{Read, ResponseBody, read};
 use super::extension::Outcome;
 use super::problem;
-use super::service::refusal;
 use crate::config::{
     Config, IDEMPOTENCY_KEY, IDEMPOTENCY_STATUS, IDEMPOTENT_REPLAYED, STRIPE_SHOULD_RETRY,
 };
@@ -55,6 +54,14 @@ impl<B, E> Answer<B, E> {
     }
 }
 
+/// The answer to a request that is refused, with the typed reason in its extensions.
+pub(super) fn refusal<B>(rejection: Rejection, config: &Config) -> Response<ResponseBody<B>> {
+    let response = problem::response(&rejection, config);
+    let mut response = response.map(ResponseBody::full);
+    response.extensions_mut().insert(rejection);
+    response
+}
+
 /// Statuses that a handler answers before it does anything.
 const NO_EFFECT: [StatusCode; 5] = [
     StatusCode::UNAUTHORIZED,
@@ -71,6 +78,10 @@ const STREAMS: [&[u8]; 4] = [
     b"application/ndjson",
     b"multipart/x-mixed-replace",
 ];
+
+/// `application/grpc`, `application/grpc+proto`: the status of a call is in the trailers, which only a
+/// body that is passed through keeps.
+const GRPC: &[u8] = b"application/grpc";
 
 /// Decides what is recorded of a response, and reads its body if that is kept.
 pub(super) async fn judge<B, E>(response: Response<B>, config: &Config) -> Ran<Answer<B, E>>
@@ -165,7 +176,9 @@ fn verdict(head: &mut response::Parts) -> Judgement {
 pub(crate) fn is_stream(headers: &HeaderMap) -> bool {
     headers.get(CONTENT_TYPE).is_some_and(|value| {
         let essence = value.as_bytes().split(|byte| *byte == b';').next().unwrap_or_default();
-        STREAMS.iter().any(|stream| essence.trim_ascii().eq_ignore_ascii_case(stream))
+        let essence = essence.trim_ascii();
+        let grpc = essence.get(..GRPC.len()).is_some_and(|start| start.eq_ignore_ascii_case(GRPC));
+        grpc || STREAMS.iter().any(|stream| essence.eq_ignore_ascii_case(stream))
     })
 }
 

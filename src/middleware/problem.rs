@@ -167,10 +167,10 @@ fn original(kind: &RejectionKind) -> (Option<u16>, Option<&HeaderValue>) {
     }
 }
 
-/// Marks a stored server error as final, so that SDKs do not retry what will only be replayed. True
-/// if the mark was not there before.
+/// Marks a stored server error as final, whatever the handler says: SDKs must not retry what will
+/// only be replayed. True if it was marked.
 pub(super) fn mark_final(status: StatusCode, headers: &mut HeaderMap) -> bool {
-    let mark = status.is_server_error() && !headers.contains_key(STRIPE_SHOULD_RETRY);
+    let mark = status.is_server_error();
     if mark {
         headers.insert(STRIPE_SHOULD_RETRY, flag(false));
     }
