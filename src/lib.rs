@@ -5,6 +5,7 @@
 )]
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
+mod checkpoint;
 mod config;
 mod engine;
 mod error;
@@ -19,14 +20,17 @@ pub mod store;
 mod token;
 
 pub use config::{
-    Config, ConfigBuilder, IDEMPOTENCY_KEY, IDEMPOTENCY_STATUS, IDEMPOTENT_REPLAYED, MissingKey,
-    Recovery, STRIPE_SHOULD_RETRY, StoreDown,
+    Config, ConfigBuilder, Found, IDEMPOTENCY_KEY, IDEMPOTENCY_STATUS, IDEMPOTENT_REPLAYED,
+    Interrupted, MissingKey, Reconciler, Recovery, STRIPE_SHOULD_RETRY, StoreDown,
 };
 pub use engine::{Drained, Engine, Execution, WaitLimits};
-pub use error::{ConfigError, Rejection, RejectionKind, StoreError, StoreErrorKind};
+pub use error::{
+    CheckpointError, ConfigError, Rejection, RejectionKind, StoreError, StoreErrorKind,
+};
 pub use fingerprint::{Comparison, Fingerprint, Fingerprints, QueryOrder, Recipe, RecipeId};
 pub use key::{IdempotencyKey, KeyError, KeySyntax};
 pub use middleware::{Idempotency, IdempotencyLayer, Outcome, Replayed};
+pub use record::Effects;
 pub use response::{CodecError, HeaderRules, StoredBody, StoredResponse};
 pub use scope::{DownstreamSeed, Identity, Scope, StorageKey};
 #[cfg(feature = "redis")]

@@ -27,9 +27,9 @@ use rand::seq::IndexedRandom as _;
 use rand::{Rng as _, SeedableRng as _};
 use support::redis::RedisServer;
 use tower_idempotency::record::{
-    self, Change, Claim, ClaimOutcome, CompleteOutcome, Completion, Current, Expires, Finding,
-    Grant, Millis, OnExpired, Record, Release, Renewal, Resolution, State, Step, Terms, Unsettled,
-    Verdict,
+    self, Change, Claim, ClaimOutcome, CompleteOutcome, Completion, Current, Effects, Expires,
+    Finding, Grant, Millis, OnExpired, Progress, Record, Release, Renewal, Resolution, State, Step,
+    Terms, Unsettled, Verdict,
 };
 use tower_idempotency::store::redis::redis::aio::MultiplexedConnection;
 use tower_idempotency::store::redis::redis::{self, Value};
@@ -108,6 +108,7 @@ impl Seen {
         for expected in [
             "claim Acquired takeover=false",
             "claim Acquired takeover=true",
+            "claim Acquired untouched",
             "claim InFlight",
             "claim Completed",
             "claim Mismatch",
@@ -211,6 +212,8 @@ impl Sequence {
                 let Step { change, outcome } = record::claim(self.current(now), now, claim);
                 let redis = store.claim(self.key, claim).await.expect(&context);
                 let previous = self.record_held(now).map(|record| record.fence);
+                let freed =
+                    self.record_held(now).is_some_and(|record| is_freed_by(&record, &outcome));
                 assert_claims_agree("redis", &outcome, &redis, Some(previous), now, &context);
                 let memory = match self.with_garbage {
                     true => None,
@@ -227,7 +230,7 @@ impl Sequence {
                     };
                     self.leases.push((lease, twin));
                 }
-                (change, name_of_claim(&outcome))
+                (change, name_of_claim(&outcome, freed))
             }
             Operation::Renew(of, renewal) => {
                 let (lease, twin) = &self.leases[*of];
@@ -382,7 +385,7 @@ impl Sequence {
             1 => bytes.truncate(self.random.random_range(0..=bytes.len())),
             2 => bytes.extend((0..self.random.random_range(1..4)).map(|_| 7)),
             3 => bytes[0] = self.random.random(),
-            4 => bytes[1] = self.random.random_range(0..7),
+            4 => bytes[1] = self.random.random_range(0..8),
             5 => bytes[80..84].copy_from_slice(&self.random.random::<[u8; 4]>()),
             6 => bytes[83] = self.random.random_range(0..8),
             _ => {}
@@ -406,7 +409,13 @@ impl Sequence {
         let leases = [TINY, Duration::from_secs(10 * MINUTE), Duration::from_secs(80 * MINUTE)];
         let at = Millis(*moments.choose(&mut self.random).unwrap());
         let state = match self.random.random_range(0..4) {
-            0 => State::InFlight { until: at, lease: *leases.choose(&mut self.random).unwrap() },
+            0 => State::InFlight {
+                until: at,
+                lease: *leases.choose(&mut self.random).unwrap(),
+                progress: *[Progress::MayHaveActed, Progress::Untouched]
+                    .choose(&mut self.random)
+                    .unwrap(),
+            },
             1 => State::Open { since: at },
             2 => State::Indeterminate { since: at },
             _ => State::Completed { at, response: self.draw_bytes(1) },
@@ -488,6 +497,7 @@ impl Sequence {
             on_expired: *[OnExpired::Refuse, OnExpired::Reexecute]
                 .choose(&mut self.random)
                 .unwrap(),
+            effects: *[Effects::Anywhere, Effects::Marked].choose(&mut self.random).unwrap(),
         }
     }
 
@@ -579,8 +589,15 @@ fn fence_fits(got: Fence, expected: Fence, previous: Option<Fence>, now: Millis)
     got == expected || from_clock && close(got.number(), expected.number())
 }
 
-fn name_of_claim(outcome: &ClaimOutcome<Grant>) -> String {
+/// True if the claim went on from an attempt that died before its first checkpoint.
+fn is_freed_by(record: &Record, outcome: &ClaimOutcome<Grant>) -> bool {
+    matches!(record.state, State::InFlight { progress: Progress::Untouched, .. })
+        && matches!(outcome, ClaimOutcome::Acquired(grant) if grant.attempt > record.attempt)
+}
+
+fn name_of_claim(outcome: &ClaimOutcome<Grant>, freed: bool) -> String {
     match outcome {
+        ClaimOutcome::Acquired(_) if freed => "claim Acquired untouched".to_owned(),
         ClaimOutcome::Acquired(grant) => format!("claim Acquired takeover={}", grant.takeover),
         ClaimOutcome::InFlight { .. } => "claim InFlight".to_owned(),
         ClaimOutcome::Completed(_) => "claim Completed".to_owned(),
@@ -617,7 +634,7 @@ fn assert_claims_agree(
         ) => close(expected.as_millis() as u64, got.as_millis() as u64),
         (ClaimOutcome::Indeterminate(expected), ClaimOutcome::Indeterminate(got)) => {
             close(expected.fence.number(), got.fence.number())
-                && Unsettled { fence: got.fence, ..*expected } == *got
+                && Unsettled { fence: got.fence, ..expected.clone() } == *got
         }
         (expected, got) => expected == got,
     };

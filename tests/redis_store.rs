@@ -13,8 +13,8 @@ use futures_util::future::join_all;
 use support::redis::RedisServer;
 use tokio::net::TcpListener;
 use tower_idempotency::record::{
-    Claim, ClaimOutcome, CompleteOutcome, Completion, Finding, OnExpired, Release, ReleaseOutcome,
-    RenewOutcome, Renewal, Resolution, ResolveOutcome, Terms, Verdict,
+    Claim, ClaimOutcome, CompleteOutcome, Completion, Effects, Finding, OnExpired, Release,
+    ReleaseOutcome, RenewOutcome, Renewal, Resolution, ResolveOutcome, Terms, Verdict,
 };
 use tower_idempotency::store::redis::deadpool_redis::{Manager, Pool, Runtime};
 use tower_idempotency::{
@@ -72,6 +72,7 @@ fn claim() -> Claim {
         fingerprints: Fingerprints::one(print),
         terms: TERMS,
         on_expired: OnExpired::Refuse,
+        effects: Effects::Anywhere,
     }
 }
 

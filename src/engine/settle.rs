@@ -139,11 +139,11 @@ impl Engine {
                 Conclusion::Ran(reply, Seen::Unknown)
             }
             (Settled::Superseded(response), _) => Conclusion::replay(response),
-            (Settled::Lost, _) => Conclusion::refused(match policy.recovery {
+            (Settled::Lost, _) => Conclusion::refused(match &policy.recovery {
                 // Somebody settled the key otherwise while the handler ran.
                 Recovery::AtMostOnce => RejectionKind::OutcomeUnknown,
-                // A later run holds the key; its answer will be the one.
-                Recovery::AtLeastOnce => RejectionKind::KeyInUse,
+                // A later run holds the key, or may; its answer will be the one.
+                Recovery::AtLeastOnce | Recovery::Reconcile(_) => RejectionKind::KeyInUse,
             }),
             // There is no answer that a later run could contradict.
             (_, Settle::Release(_)) => Conclusion::NotStored(reply),
@@ -151,11 +151,13 @@ impl Engine {
                 Settled::Unconfirmed | Settled::Refused | Settled::RolledBack,
                 Settle::Complete(_),
             ) => {
-                match policy.recovery {
+                match &policy.recovery {
                     // Nothing will run again, so the true answer cannot be contradicted later.
                     Recovery::AtMostOnce => Conclusion::NotStored(reply),
                     // A later run may give another answer, so this one must not be given.
-                    Recovery::AtLeastOnce => Conclusion::refused(unavailable()),
+                    Recovery::AtLeastOnce | Recovery::Reconcile(_) => {
+                        Conclusion::refused(unavailable())
+                    }
                 }
             }
         }
@@ -178,7 +180,7 @@ impl Engine {
     /// Records in a tracked task, for as long as a lease lasts: after that, retries are told that
     /// the outcome is unknown anyway.
     pub(super) fn settle_in_background(&self, lease: &Arc<Lease>, settle: Settle, policy: &Policy) {
-        let (engine, lease, policy) = (self.clone(), Arc::clone(lease), *policy);
+        let (engine, lease, policy) = (self.clone(), Arc::clone(lease), policy.clone());
         let task = async move {
             engine.settle(&lease, &settle, &policy, policy.terms.lease).await;
         };

@@ -13,12 +13,13 @@ use tokio::time::sleep;
 use super::body::ResponseBody;
 use super::extension::Outcome;
 use super::problem;
-use super::service::refusal;
+use super::service::referenced;
 use crate::config::{Config, IDEMPOTENCY_KEY, IDEMPOTENCY_STATUS, IDEMPOTENT_REPLAYED};
 use crate::engine::{Ran, Settle};
 use crate::error::{Rejection, RejectionKind};
 use crate::record::Verdict;
 use crate::response::StoredResponse;
+use crate::scope::StorageKey;
 
 /// What a handler's run gives to whoever asked.
 #[derive(Debug)]
@@ -32,10 +33,16 @@ pub(super) enum Answer<B, E> {
 }
 
 impl<B, E> Answer<B, E> {
-    pub(super) fn into_response(self, config: &Config) -> Result<Response<ResponseBody<B>>, E> {
+    pub(super) fn into_response(
+        self,
+        config: &Config,
+        key: StorageKey,
+    ) -> Result<Response<ResponseBody<B>>, E> {
         match self {
             Self::Response(response) => Ok(*response),
-            Self::Broken => Ok(refusal(Rejection::new(RejectionKind::HandlerFailed), config)),
+            Self::Broken => {
+                Ok(referenced(Rejection::new(RejectionKind::HandlerFailed), key, config))
+            }
             Self::Error(error) => Err(error),
         }
     }

@@ -38,6 +38,8 @@ struct Problem<'a> {
     original_status: Option<u16>,
     #[serde(skip_serializing_if = "Option::is_none")]
     original_location: Option<&'a str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    reference: Option<&'a str>,
     error: ErrorObject<'a>,
 }
 
@@ -65,6 +67,7 @@ pub(super) fn response(rejection: &Rejection, base: &str) -> Response<Bytes> {
         | RejectionKind::KeyInUse
         | RejectionKind::OutcomeUnknown
         | RejectionKind::HandlerFailed
+        | RejectionKind::HandlerFailedUntouched
         | RejectionKind::RequestTooLarge { .. }
         | RejectionKind::RequestIncomplete
         | RejectionKind::StoreUnavailable
@@ -81,6 +84,7 @@ pub(super) fn response(rejection: &Rejection, base: &str) -> Response<Bytes> {
         safe_new_key: advice.safe_new_key,
         original_status,
         original_location: original_location.and_then(|location| location.to_str().ok()),
+        reference: rejection.reference(),
         error: ErrorObject {
             r#type: advice.error_type,
             code: advice.code,
@@ -112,6 +116,7 @@ pub(super) fn response(rejection: &Rejection, base: &str) -> Response<Bytes> {
         RejectionKind::KeyReused
         | RejectionKind::OutcomeUnknown
         | RejectionKind::HandlerFailed
+        | RejectionKind::HandlerFailedUntouched
         | RejectionKind::ResultUnavailable { .. }
         | RejectionKind::RequestTooLarge { .. }
         | RejectionKind::RequestIncomplete
@@ -203,6 +208,17 @@ fn advice(kind: &RejectionKind) -> Advice {
             ),
             safe_new_key: false,
             retry: false,
+            error_type: API,
+        },
+        RejectionKind::HandlerFailedUntouched => Advice {
+            status: StatusCode::INTERNAL_SERVER_ERROR,
+            code: "idempotency_not_executed",
+            title: "Not executed",
+            detail: text(
+                "The request failed before it took effect. Nothing was executed. Send the same request again.",
+            ),
+            safe_new_key: true,
+            retry: true,
             error_type: API,
         },
         RejectionKind::ResultUnavailable { .. } => Advice {

@@ -25,7 +25,7 @@ use crate::fingerprint::Fingerprints;
 use crate::key::{IdempotencyKey, KeyError};
 use crate::record::Verdict;
 use crate::response::{StoredBody, StoredResponse};
-use crate::scope::{DownstreamSeed, StorageKey};
+use crate::scope::{DownstreamSeed, Identity, StorageKey};
 
 /// A service whose covered requests run at most once per key. Made by
 /// [`IdempotencyLayer`](super::IdempotencyLayer).
@@ -90,6 +90,7 @@ where
         let names = Names {
             storage_key: StorageKey::new(&identity, &key),
             seed: DownstreamSeed::new(&identity, &key),
+            identity,
             key,
             path,
         };
@@ -125,6 +126,7 @@ impl<S> Idempotency<S> {
 /// Who asks for what.
 struct Names {
     storage_key: StorageKey,
+    identity: Identity,
     seed: DownstreamSeed,
     key: IdempotencyKey,
     path: String,
@@ -182,7 +184,7 @@ where
     ResBody::Data: Send,
     ResBody::Error: Send,
 {
-    let Names { storage_key, seed, key, path } = names;
+    let Names { storage_key, identity, seed, key, path } = names;
     let body = match read_body(body, &config).await {
         Ok(body) => body,
         Err(kind) => {
@@ -193,21 +195,24 @@ where
         }
     };
     let fingerprints = fingerprints(&config, &parts, &path, &body);
-    let policy = config.policy;
-    let call = Call { key: key.clone(), storage_key, seed, fingerprints, policy };
+    let policy = config.policy.clone();
+    let call = Call { key: key.clone(), storage_key, identity, seed, fingerprints, policy };
     let mut handler =
         Handler { ready: Some(ready), parts: Some(parts), body, config: Arc::clone(&config) };
     let conclusion = engine.execute(call, move |run| handler.start(run)).await;
     let mut response = match conclusion {
-        Conclusion::Ran(answer, _) => answer.into_response(&config)?,
-        Conclusion::NotStored(answer) => {
-            with_status(answer.into_response(&config)?, HeaderValue::from_static("not-stored"))
-        }
-        Conclusion::Unprotected(answer) => {
-            with_status(answer.into_response(&config)?, HeaderValue::from_static("unprotected"))
-        }
+        Conclusion::Ran(answer, _) => answer.into_response(&config, storage_key)?,
+        Conclusion::NotStored(answer) => with_status(
+            answer.into_response(&config, storage_key)?,
+            HeaderValue::from_static("not-stored"),
+        ),
+        Conclusion::Unprotected(answer) => with_status(
+            answer.into_response(&config, storage_key)?,
+            HeaderValue::from_static("unprotected"),
+        ),
         Conclusion::Replay(stored) => replay(*stored, &config),
-        Conclusion::Refused(rejection) => refusal(rejection, &config),
+        Conclusion::Reconciled(stored) => first(*stored, &config),
+        Conclusion::Refused(rejection) => referenced(rejection, storage_key, &config),
     };
     echo(&mut response, Some(&key));
     Ok(response)
@@ -311,14 +316,23 @@ impl<S> Handler<S> {
 
 /// The original answer again.
 fn replay<B>(stored: StoredResponse, config: &Config) -> Response<ResponseBody<B>> {
+    let is_kept = matches!(stored.body(), StoredBody::Kept(_));
+    let mut response = first(stored, config);
+    if is_kept {
+        response.headers_mut().insert(IDEMPOTENT_REPLAYED, HeaderValue::from_static("true"));
+        response.extensions_mut().insert(Replayed);
+    }
+    response
+}
+
+/// A stored answer that nobody was given before.
+fn first<B>(stored: StoredResponse, config: &Config) -> Response<ResponseBody<B>> {
     let (status, headers, body) = stored.into_parts();
     match body {
         StoredBody::Kept(body) => {
             let mut response = Response::new(ResponseBody::full(body));
             *response.status_mut() = status;
             *response.headers_mut() = headers;
-            response.headers_mut().insert(IDEMPOTENT_REPLAYED, HeaderValue::from_static("true"));
-            response.extensions_mut().insert(Replayed);
             response
         }
         StoredBody::NotKept => {
@@ -326,6 +340,18 @@ fn replay<B>(stored: StoredResponse, config: &Config) -> Response<ResponseBody<B
             let kind = RejectionKind::ResultUnavailable { status, location };
             refusal(Rejection::new(kind), config)
         }
+    }
+}
+
+/// A refusal, with what an operator finds the record by if somebody has to find out what happened.
+pub(super) fn referenced<B>(
+    rejection: Rejection,
+    key: StorageKey,
+    config: &Config,
+) -> Response<ResponseBody<B>> {
+    match observe::is_unknown(rejection.kind()) {
+        true => refusal(rejection.with_reference(key.log_id()), config),
+        false => refusal(rejection, config),
     }
 }
 

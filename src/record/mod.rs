@@ -24,14 +24,16 @@
 mod codec;
 #[cfg(test)]
 mod tests;
+mod verbs;
 
 use std::time::Duration;
 
 use bytes::Bytes;
 
 pub use codec::{Current, HEADER_LENGTH, Unreadable};
+pub use verbs::*;
 
-use crate::fingerprint::{Comparison, Fingerprint, Fingerprints};
+use crate::fingerprint::{Comparison, Fingerprint};
 use crate::token::{Attempt, Fence, HolderId};
 
 /// A moment on the store's clock, in milliseconds since 1970.
@@ -80,6 +82,29 @@ pub enum OnExpired {
     Reexecute,
 }
 
+/// Where in a handler effects may happen.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+#[non_exhaustive]
+pub enum Effects {
+    /// Anywhere: an attempt that dies may have had its effect.
+    #[default]
+    Anywhere,
+    /// Only behind a checkpoint: an attempt that dies before its first one has done nothing, and
+    /// its key is free again. **The handler must not touch anything before
+    /// [`Execution::checkpoint`](crate::Execution::checkpoint) has succeeded.**
+    Marked,
+}
+
+/// How far an attempt in flight may have come.
+#[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
+#[expect(clippy::exhaustive_enums, reason = "an effect may have happened, or not")]
+pub enum Progress {
+    /// Nothing has happened: its effects are [marked](Effects::Marked), and none was.
+    Untouched,
+    /// The effect may have happened.
+    MayHaveActed,
+}
+
 /// Everything a store keeps under one storage key.
 #[derive(Clone, Debug, Eq, PartialEq)]
 #[expect(clippy::exhaustive_structs, reason = "the format is versioned by its codec")]
@@ -110,6 +135,8 @@ pub enum State {
         until: Millis,
         /// How long it was granted for.
         lease: Duration,
+        /// How far its holder may have come.
+        progress: Progress,
     },
     /// Its holder said that nothing happened: the key is free again.
     Open {
@@ -128,222 +155,6 @@ pub enum State {
         /// The encoded [`StoredResponse`](crate::StoredResponse).
         response: Bytes,
     },
-}
-
-/// The plain part of a lease: who holds what.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-#[expect(clippy::exhaustive_structs, reason = "stores outside this crate build it")]
-pub struct Owner {
-    /// Who holds the claim.
-    pub holder: HolderId,
-    /// The request's fingerprints.
-    pub fingerprints: Fingerprints,
-    /// Which run this is.
-    pub attempt: Attempt,
-    /// The fence of this run.
-    pub fence: Fence,
-    /// When the first claim was made.
-    pub created: Millis,
-}
-
-/// Arguments of `claim`.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-#[expect(clippy::exhaustive_structs, reason = "stores outside this crate are handed it in tests")]
-pub struct Claim {
-    /// Who claims; the same over all repetitions of one claim.
-    pub holder: HolderId,
-    /// The request's fingerprints.
-    pub fingerprints: Fingerprints,
-    /// How long things last.
-    pub terms: Terms,
-    /// What may happen to a key whose lease ran out.
-    pub on_expired: OnExpired,
-}
-
-/// What a granted claim gives.
-#[derive(Clone, Debug, Eq, PartialEq)]
-#[expect(clippy::exhaustive_structs, reason = "stores outside this crate build it")]
-pub struct Grant {
-    /// Which run this is.
-    pub attempt: Attempt,
-    /// The fence of this run.
-    pub fence: Fence,
-    /// When the first claim was made.
-    pub created: Millis,
-    /// True if an earlier attempt may have had its effect. Also true for any later attempt whose
-    /// first reply was lost, as the record does not keep which of the two it was.
-    pub takeover: bool,
-    /// What an earlier attempt noted down; empty if nothing.
-    pub checkpoint: Bytes,
-}
-
-/// What came of a claim; `G` is what a granted one gives.
-#[derive(Clone, Debug, Eq, PartialEq)]
-#[expect(clippy::exhaustive_enums, reason = "a new outcome must break every match")]
-pub enum ClaimOutcome<G> {
-    /// The claim is granted: run the handler.
-    Acquired(G),
-    /// Another attempt is running.
-    InFlight {
-        /// What is left of its lease.
-        remaining: Duration,
-    },
-    /// There is an answer: the encoded stored response.
-    Completed(Bytes),
-    /// The key was used with another request.
-    Mismatch,
-    /// The effect may have happened, and nothing may run.
-    Indeterminate(Unsettled),
-    /// The record cannot be read or compared, so nothing may run.
-    Unreadable,
-}
-
-impl<G> ClaimOutcome<G> {
-    /// The same outcome with another kind of grant.
-    pub fn map<H>(self, grant: impl FnOnce(G) -> H) -> ClaimOutcome<H> {
-        match self {
-            Self::Acquired(given) => ClaimOutcome::Acquired(grant(given)),
-            Self::InFlight { remaining } => ClaimOutcome::InFlight { remaining },
-            Self::Completed(response) => ClaimOutcome::Completed(response),
-            Self::Mismatch => ClaimOutcome::Mismatch,
-            Self::Indeterminate(unsettled) => ClaimOutcome::Indeterminate(unsettled),
-            Self::Unreadable => ClaimOutcome::Unreadable,
-        }
-    }
-}
-
-/// An attempt whose outcome nobody knows; what `resolve` has to name.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-#[expect(clippy::exhaustive_structs, reason = "stores outside this crate build it")]
-pub struct Unsettled {
-    /// Its holder.
-    pub holder: HolderId,
-    /// Its number.
-    pub attempt: Attempt,
-    /// Its fence: raise it at the resource before looking there.
-    pub fence: Fence,
-}
-
-/// Arguments of `renew`.
-#[derive(Clone, Debug, Eq, PartialEq)]
-#[expect(clippy::exhaustive_structs, reason = "stores outside this crate are handed it in tests")]
-pub struct Renewal {
-    /// How long things last.
-    pub terms: Terms,
-    /// A new checkpoint, if there is one.
-    pub checkpoint: Option<Bytes>,
-}
-
-/// What came of a renewal.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-#[expect(clippy::exhaustive_enums, reason = "a new outcome must break every match")]
-pub enum RenewOutcome {
-    /// The lease is extended.
-    Renewed,
-    /// The store had lost the record; it is written again.
-    Restored,
-    /// Somebody else holds the key, or it is settled.
-    Lost,
-    /// The record cannot be read.
-    Unreadable,
-}
-
-/// Arguments of `complete`.
-#[derive(Clone, Debug, Eq, PartialEq)]
-#[expect(clippy::exhaustive_structs, reason = "stores outside this crate are handed it in tests")]
-pub struct Completion {
-    /// How long things last.
-    pub terms: Terms,
-    /// The encoded stored response.
-    pub response: Bytes,
-}
-
-/// What came of a completion.
-#[derive(Clone, Debug, Eq, PartialEq)]
-#[expect(clippy::exhaustive_enums, reason = "a new outcome must break every match")]
-pub enum CompleteOutcome {
-    /// The response is stored, now or by an earlier sending of the same completion.
-    Stored,
-    /// Stored, although the outcome had been declared unknown: nobody else ran, so it is the truth.
-    Healed,
-    /// The store had lost the record; it is written again, with the response.
-    Restored,
-    /// Another attempt at the same request was first; this is its response.
-    Superseded(Bytes),
-    /// The key holds the answer to another request.
-    Mismatch,
-    /// Somebody else holds the key, or it was settled.
-    Lost,
-    /// The record cannot be read.
-    Unreadable,
-}
-
-/// What a holder knows of its effect when it gives a claim up.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-#[expect(clippy::exhaustive_enums, reason = "there is no third thing to know")]
-pub enum Verdict {
-    /// Nothing happened: the key is free again, also for a corrected body.
-    NoEffect,
-    /// The effect may have happened.
-    Unknown,
-}
-
-/// Arguments of `release`.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-#[expect(clippy::exhaustive_structs, reason = "stores outside this crate are handed it in tests")]
-pub struct Release {
-    /// How long things last.
-    pub terms: Terms,
-    /// What the holder knows.
-    pub verdict: Verdict,
-}
-
-/// What came of a release.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-#[expect(clippy::exhaustive_enums, reason = "a new outcome must break every match")]
-pub enum ReleaseOutcome {
-    /// The claim is given up, now or by an earlier sending of the same release.
-    Released,
-    /// The claim was not held any more; nothing was changed.
-    NotHeld,
-    /// The record cannot be read.
-    Unreadable,
-}
-
-/// Arguments of `resolve`: an outcome that somebody found out.
-#[derive(Clone, Debug, Eq, PartialEq)]
-#[expect(clippy::exhaustive_structs, reason = "stores outside this crate are handed it in tests")]
-pub struct Resolution {
-    /// The holder whose outcome is unknown.
-    pub holder: HolderId,
-    /// Its attempt.
-    pub attempt: Attempt,
-    /// What happened.
-    pub finding: Finding,
-    /// How long things last.
-    pub terms: Terms,
-}
-
-/// What an operator or a hook found out.
-#[derive(Clone, Debug, Eq, PartialEq)]
-#[expect(clippy::exhaustive_enums, reason = "there is no third thing to find")]
-pub enum Finding {
-    /// The effect happened; this encoded response answers for it.
-    Happened(Bytes),
-    /// Nothing happened, and the old attempt cannot act any more.
-    NothingHappened,
-}
-
-/// What came of a resolution.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-#[expect(clippy::exhaustive_enums, reason = "a new outcome must break every match")]
-pub enum ResolveOutcome {
-    /// The outcome is settled, now or by an earlier sending of the same resolution.
-    Resolved,
-    /// The record is not in the state that was judged any more; nothing was changed.
-    Changed,
-    /// The record cannot be read.
-    Unreadable,
 }
 
 /// A change of the record and the outcome that is told.
@@ -400,8 +211,8 @@ impl Terms {
         Expires::At(now.after(self.retention))
     }
 
-    fn in_flight(&self, now: Millis) -> State {
-        State::InFlight { until: now.after(self.lease), lease: self.lease }
+    fn in_flight(&self, now: Millis, progress: Progress) -> State {
+        State::InFlight { until: now.after(self.lease), lease: self.lease, progress }
     }
 }
 
@@ -436,11 +247,15 @@ pub fn claim(current: Current, now: Millis, claim: &Claim) -> Step<ClaimOutcome<
     }
     let mine = record.is_held_by(claim.holder);
     match record.state {
-        State::InFlight { .. } if mine => grant_again(record, now, claim),
-        State::InFlight { until, lease } if !lease_is_over(now, until, lease) => {
+        State::InFlight { progress, .. } if mine => grant_again(record, now, claim, progress),
+        State::InFlight { until, lease, .. } if !lease_is_over(now, until, lease) => {
             keep(ClaimOutcome::InFlight { remaining: until.since(now) })
         }
-        State::InFlight { .. } => match claim.on_expired {
+        // It died before it did anything: the key is as free as after its own word.
+        State::InFlight { progress: Progress::Untouched, .. } => {
+            grant_next(record, now, claim, false)
+        }
+        State::InFlight { progress: Progress::MayHaveActed, .. } => match claim.on_expired {
             OnExpired::Refuse => {
                 let unsettled = Unsettled::of(&record);
                 let record = Record { state: State::Indeterminate { since: now }, ..record };
@@ -461,7 +276,17 @@ pub fn claim(current: Current, now: Millis, claim: &Claim) -> Step<ClaimOutcome<
 
 impl Unsettled {
     fn of(record: &Record) -> Self {
-        Self { holder: record.holder, attempt: record.attempt, fence: record.fence }
+        let Record { holder, attempt, fence, .. } = *record;
+        Self { holder, attempt, fence, checkpoint: record.checkpoint.clone() }
+    }
+}
+
+impl Effects {
+    fn at_start(self) -> Progress {
+        match self {
+            Self::Anywhere => Progress::MayHaveActed,
+            Self::Marked => Progress::Untouched,
+        }
     }
 }
 
@@ -473,16 +298,21 @@ fn grant_first(now: Millis, claim: &Claim) -> Step<ClaimOutcome<Grant>> {
         fence: Fence::from_number(now.0.min(Fence::MAX.number())),
         created: now,
         checkpoint: Bytes::new(),
-        state: claim.terms.in_flight(now),
+        state: claim.terms.in_flight(now, claim.effects.at_start()),
     };
     grant(record, now, claim, false)
 }
 
-fn grant_again(record: Record, now: Millis, claim: &Claim) -> Step<ClaimOutcome<Grant>> {
+fn grant_again(
+    record: Record,
+    now: Millis,
+    claim: &Claim,
+    progress: Progress,
+) -> Step<ClaimOutcome<Grant>> {
     // The record does not say what the first reply said. Calling a free run a takeover costs the
     // handler a look; the other way round costs a second effect.
     let takeover = record.attempt > Attempt::FIRST;
-    let record = Record { state: claim.terms.in_flight(now), ..record };
+    let record = Record { state: claim.terms.in_flight(now, progress), ..record };
     grant(record, now, claim, takeover)
 }
 
@@ -492,13 +322,15 @@ fn grant_next(
     claim: &Claim,
     takeover: bool,
 ) -> Step<ClaimOutcome<Grant>> {
+    // What an earlier attempt may have done is not undone by one that has not begun.
+    let progress = if takeover { Progress::MayHaveActed } else { claim.effects.at_start() };
     let fence = record.fence.number().saturating_add(1).max(now.0).min(Fence::MAX.number());
     let record = Record {
         fingerprint: claim.fingerprints.current(),
         holder: claim.holder,
         attempt: record.attempt.next(),
         fence: Fence::from_number(fence),
-        state: claim.terms.in_flight(now),
+        state: claim.terms.in_flight(now, progress),
         ..record
     };
     grant(record, now, claim, takeover)
@@ -525,11 +357,20 @@ pub fn renew(
 ) -> Step<RenewOutcome> {
     let terms = &renewal.terms;
     let (record, outcome) = match current {
-        Current::Absent => (owner.lost_record(terms.in_flight(now)), RenewOutcome::Restored),
+        Current::Absent => {
+            // Whether it has acted is lost with the record.
+            let state = terms.in_flight(now, Progress::MayHaveActed);
+            (owner.lost_record(state), RenewOutcome::Restored)
+        }
         Current::Unreadable(_) => return keep(RenewOutcome::Unreadable),
         Current::Present(record) => match record.state {
-            State::InFlight { .. } if record.is_held_by(owner.holder) => {
-                (Record { state: terms.in_flight(now), ..record }, RenewOutcome::Renewed)
+            State::InFlight { progress, .. } if record.is_held_by(owner.holder) => {
+                // What follows a checkpoint may be the effect.
+                let progress = match renewal.checkpoint {
+                    Some(_) => Progress::MayHaveActed,
+                    None => progress,
+                };
+                (Record { state: terms.in_flight(now, progress), ..record }, RenewOutcome::Renewed)
             }
             State::InFlight { .. }
             | State::Open { .. }
@@ -644,7 +485,7 @@ pub fn resolve(current: Current, now: Millis, resolution: &Resolution) -> Step<R
     let unknown = match record.state {
         State::Indeterminate { .. } => true,
         // Unknown too, only that nobody has claimed it since.
-        State::InFlight { until, lease } => lease_is_over(now, until, lease),
+        State::InFlight { until, lease, .. } => lease_is_over(now, until, lease),
         State::Open { .. } | State::Completed { .. } => false,
     };
     if unknown && record.is_held_by(resolution.holder) {
