@@ -1,5 +1,6 @@
 //! What the Redis store does when something is wrong with the server or the way to it.
 
+#![allow(clippy::wildcard_enum_match_arm, reason = "what was not expected is printed")]
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on panics")]
 
 mod support;

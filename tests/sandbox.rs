@@ -50,7 +50,7 @@ async fn it_says_where_it_listens_and_what_to_try() {
 
 #[test]
 fn what_it_cannot_do_is_refused_with_an_exit_code() {
-    let usage: [(&[&str], &str); 18] = [
+    let usage: [(&[&str], &str); 17] = [
         (&["--bogus"], "--bogus"),
         (&["--listen", "nowhere"], "--listen"),
         (&["--store", "mongodb://h"], "unknown store"),
@@ -59,7 +59,6 @@ fn what_it_cannot_do_is_refused_with_an_exit_code() {
         (&["--store", "redis+sentinel://h:1/m"], "not supported by this build yet"),
         (&["--store", "sqlite:x.db"], "not supported by this build yet"),
         (&["--store", "postgres://h/d"], "not supported by this build yet"),
-        (&["--recovery", "reconcile"], "not supported by this build yet"),
         (&["--recovery", "sometimes"], "--recovery"),
         (&["--stripe-errors"], "not supported by this build yet"),
         (&["--lease", "NaN"], "--lease"),

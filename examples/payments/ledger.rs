@@ -85,6 +85,20 @@ pub(crate) struct Refund {
     attempt: u32,
 }
 
+/// What was done under a provider key.
+#[derive(Debug)]
+pub(crate) enum Done {
+    Charge(Payment),
+    Refund(Refund),
+    Void(Payment),
+}
+
+impl Payment {
+    pub(crate) fn source(&self) -> &str {
+        &self.source
+    }
+}
+
 /// One effect, for tests that count.
 #[derive(Debug, Serialize)]
 pub(crate) struct Entry {
@@ -131,6 +145,11 @@ const SCHEMA: &str = "
                         WHERE v.payment = charge.payment AND v.action = 'void') AS voided
           FROM ledger charge WHERE charge.action = 'charge';
 ";
+
+const EARLIER_CHARGE: &str = "SELECT * FROM payments WHERE provider_key = ?1";
+const EARLIER_REFUND: &str = "SELECT * FROM ledger WHERE provider_key = ?1 AND action = 'refund'";
+const EARLIER_VOID: &str = "SELECT payments.* FROM payments JOIN ledger void USING (payment)
+                             WHERE void.provider_key = ?1 AND void.action = 'void'";
 
 /// How long a write waits for the writers of other processes.
 const BUSY: Duration = Duration::from_secs(5);
@@ -193,7 +212,7 @@ impl Ledger {
         let row = if charged.rows_affected() == 1 {
             self.payment_row(&cause.account, &id).await?
         } else {
-            self.answer_again(cause, "SELECT * FROM payments WHERE provider_key = ?1").await?
+            self.answer_again(cause, EARLIER_CHARGE).await?
         };
         payment(&row.ok_or(sqlx::Error::RowNotFound)?)
     }
@@ -229,10 +248,7 @@ impl Ledger {
         .await?;
         let row = match refunded.into_iter().next() {
             Some(row) => Some(row),
-            None => {
-                let earlier = "SELECT * FROM ledger WHERE provider_key = ?1 AND action = 'refund'";
-                self.answer_again(cause, earlier).await?
-            }
+            None => self.answer_again(cause, EARLIER_REFUND).await?,
         };
         row.as_ref().map(refund).transpose()
     }
@@ -257,11 +273,29 @@ impl Ledger {
         let row = if voided.rows_affected() == 1 {
             self.payment_row(&cause.account, id).await?
         } else {
-            let earlier = "SELECT payments.* FROM payments JOIN ledger void USING (payment)
-                            WHERE void.provider_key = ?1 AND void.action = 'void'";
-            self.answer_again(cause, earlier).await?
+            self.answer_again(cause, EARLIER_VOID).await?
         };
         row.as_ref().map(payment).transpose()
+    }
+
+    /// What was done under one of these provider keys (of a charge, a refund, a void), from now on
+    /// answered by this attempt.
+    pub(crate) async fn done(&self, keys: &[String; 3], attempt: u32) -> Result<Option<Done>> {
+        let cause = |key: &String| Cause {
+            account: String::new(),
+            key_id: String::new(),
+            provider_key: Some(key.clone()),
+            attempt,
+        };
+        let [charge, refunded, void] = keys;
+        if let Some(row) = self.answer_again(&cause(charge), EARLIER_CHARGE).await? {
+            return Ok(Some(Done::Charge(payment(&row)?)));
+        }
+        if let Some(row) = self.answer_again(&cause(refunded), EARLIER_REFUND).await? {
+            return Ok(Some(Done::Refund(refund(&row)?)));
+        }
+        let row = self.answer_again(&cause(void), EARLIER_VOID).await?;
+        row.map(|row| payment(&row).map(Done::Void)).transpose()
     }
 
     /// What an earlier attempt did under the same provider key, now answered by this attempt.

@@ -16,7 +16,7 @@ use tower_idempotency::{Execution, IdempotencyKey};
 use crate::account::Account;
 use crate::answer::ApiError;
 use crate::app::App;
-use crate::ledger::{Cause, NewPayment};
+use crate::ledger::{Cause, NewPayment, Payment};
 use crate::source::{Source, When};
 use crate::stream;
 
@@ -65,20 +65,26 @@ pub(crate) async fn create(
         attempt: execution.attempt().number(),
     };
     before_the_charge(source, cause.attempt).await?;
-    let mut payment = app.ledger.charge(&cause, &new).await?;
+    let payment = app.ledger.charge(&cause, &new).await?;
     after_the_charge(source, cause.attempt).await?;
 
-    let location = [(LOCATION, format!("/v1/payments/{}", payment.id))];
     if source == Source::Stream {
+        let location = [(LOCATION, format!("/v1/payments/{}", payment.id))];
         return Ok((location, stream::events(payment)).into_response());
     }
+    Ok(receipt(source, payment))
+}
+
+/// The answer to a payment that was made.
+pub(crate) fn receipt(source: Source, mut payment: Payment) -> Response {
+    let location = [(LOCATION, format!("/v1/payments/{}", payment.id))];
     if source == Source::Empty {
-        return Ok((StatusCode::NO_CONTENT, location).into_response());
+        return (StatusCode::NO_CONTENT, location).into_response();
     }
     if let Source::Large(bytes) = source {
         payment.padding = Some("x".repeat(bytes));
     }
-    Ok((StatusCode::CREATED, location, Json(payment)).into_response())
+    (StatusCode::CREATED, location, Json(payment)).into_response()
 }
 
 /// The ways to fail while certainly nothing has happened.

@@ -76,7 +76,9 @@ impl Engine {
                 let answered = self.ask_and_settle(call, hook, unsettled).await;
                 let others = match &answered {
                     Answered::Settled(_) => Answered::Settled(None),
-                    other => other.clone(),
+                    Answered::StillUnknown | Answered::Unreadable | Answered::StoreDown => {
+                        answered.clone()
+                    }
                 };
                 asking.answer.send_replace(Some(others));
                 answered
