@@ -137,7 +137,7 @@ impl IdempotencyKey {
             let escaped = self.0.replace('\\', r"\\").replace('"', r#"\""#);
             HeaderValue::from_str(&format!("\"{escaped}\""))
         };
-        value.expect("a parsed key is printable ASCII, which every header value may hold")
+        value.expect("printable ASCII is a header value")
     }
 }
 

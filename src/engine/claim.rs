@@ -8,7 +8,7 @@ use tokio::time::{Instant, sleep};
 
 use super::observe::Gauge;
 use super::reconcile::Answered;
-use super::wait::{Seat, Woken};
+use super::wait::Seat;
 use super::{Call, Conclusion, Engine, observe, pause, unavailable, unreadable};
 use crate::config::{Policy, Recovery};
 use crate::error::{Rejection, RejectionKind, StoreError, StoreErrorKind};
@@ -120,16 +120,13 @@ impl Engine {
                     Rejection::new(RejectionKind::TooManyWaiting).with_retry_after(remaining),
                 );
             };
-            let woken = tokio::select! {
+            tokio::select! {
                 biased;
-                woken = seat.wait(wait_until) => woken,
-                () = self.0.closing.cancelled() => Woken::TimedOut,
+                // Also when the time is up: only the store knows what is left of the lease by now.
+                _ = seat.wait(wait_until) => {}
+                () = self.0.closing.cancelled() => return in_use(),
                 // Nobody waits for this answer any more, and nothing of ours is running.
-                () = answer.closed() => Woken::TimedOut,
-            };
-            match woken {
-                Woken::ClaimAgain => {}
-                Woken::TimedOut => return in_use(),
+                () = answer.closed() => return in_use(),
             }
         }
     }

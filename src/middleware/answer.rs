@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::pin::{Pin, pin};
 
 use bytes::{Buf, Bytes, BytesMut};
-use http::header::{CONTENT_LENGTH, CONTENT_TYPE};
+use http::header::{CONTENT_LENGTH, CONTENT_TYPE, TRAILER, TRANSFER_ENCODING};
 use http::{HeaderMap, Response, StatusCode, response};
 use http_body::Body;
 use http_body_util::BodyExt as _;
@@ -82,8 +82,11 @@ where
             problem::mark_final(head.status, &mut head.headers);
             match read(body, config).await {
                 Read::Whole(bytes) => {
-                    // Made anew from the bytes, here and in every replay.
-                    head.headers.remove(CONTENT_LENGTH);
+                    // How the body is framed is made anew from the bytes, here and in every
+                    // replay; and no trailers are left that could be announced.
+                    for framing in [CONTENT_LENGTH, TRANSFER_ENCODING, TRAILER] {
+                        head.headers.remove(framing);
+                    }
                     let stored = StoredResponse::new(&head, bytes.clone(), &config.header_rules);
                     ran(Settle::Complete(stored.encode()), head, ResponseBody::full(bytes))
                 }
@@ -111,9 +114,12 @@ fn verdict(head: &mut response::Parts) -> Judgement {
             Outcome::DoneBodyNotKept => Judgement::KeepHead,
         };
     }
-    if head.extensions.get::<Rejection>().is_some() {
-        // A refusal by a layer like this one further in, whose own record is what counts.
-        return Judgement::Release(Verdict::NoEffect);
+    if let Some(refusal) = head.extensions.get::<Rejection>() {
+        // A refusal by a layer like this one further in, whose own record is what counts. Unless
+        // its handler was started, perhaps under another key than the next one will get there.
+        let unknown =
+            matches!(refusal.kind(), RejectionKind::HandlerFailed | RejectionKind::OutcomeUnknown);
+        return Judgement::Release(if unknown { Verdict::Unknown } else { Verdict::NoEffect });
     }
     if NO_EFFECT.contains(&head.status) {
         return Judgement::Release(Verdict::NoEffect);

@@ -69,16 +69,17 @@ where
         if !covered {
             return ResponseFuture::passed_through(self.inner.call(request));
         }
+        let key = read_key(request.headers(), &self.config);
+        if key == Ok(None) && self.config.missing_key == MissingKey::PassThrough {
+            observe::passed_through();
+            return ResponseFuture::passed_through(self.inner.call(request));
+        }
         // The instance that was polled ready is the one that is called, or dropped with whatever
         // it has reserved; its clone stays behind.
         let clone = self.inner.clone();
         let ready = std::mem::replace(&mut self.inner, clone);
-        let key = match read_key(request.headers(), &self.config) {
+        let key = match key {
             Ok(Some(key)) => key,
-            Ok(None) if self.config.missing_key == MissingKey::PassThrough => {
-                observe::passed_through();
-                return self.pass_through(ready, request);
-            }
             Ok(None) => return self.refuse(RejectionKind::KeyMissing, None),
             Err(error) => return self.refuse(RejectionKind::KeyInvalid(error), None),
         };
@@ -100,17 +101,6 @@ where
 }
 
 impl<S> Idempotency<S> {
-    fn pass_through<ReqBody, ResBody>(
-        &mut self,
-        mut ready: S,
-        request: Request<ReqBody>,
-    ) -> ResponseFuture<S::Future, ResBody, S::Error>
-    where
-        S: Service<Request<ReqBody>, Response = Response<ResBody>>,
-    {
-        ResponseFuture::passed_through(ready.call(request))
-    }
-
     fn refuse<F, B, E>(
         &self,
         kind: RejectionKind,

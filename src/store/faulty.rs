@@ -317,3 +317,77 @@ impl<S: Store> Store for Faulty<S> {
         Box::pin(self.run(Verb::Ready, async move { self.inner.store.ready().await }))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::fingerprint::{Fingerprint, Fingerprints, RecipeId};
+    use crate::record::{Effects, OnExpired, Terms};
+    use crate::store::MemoryStore;
+    use crate::token::HolderId;
+
+    const KEY: StorageKey = StorageKey::from_bytes([7; 24]);
+
+    fn claim() -> Claim {
+        let minute = Duration::from_secs(60);
+        let print = Fingerprint::from_stored(RecipeId::from_bytes([1; 4]), [1; 32]);
+        Claim {
+            holder: HolderId::random(),
+            fingerprints: Fingerprints::one(print),
+            terms: Terms { lease: minute, retention: minute, unknown_retention: minute },
+            on_expired: OnExpired::Refuse,
+            effects: Effects::Anywhere,
+        }
+    }
+
+    fn is_granted(outcome: &Result<ClaimOutcome<Lease>, StoreError>) -> bool {
+        matches!(outcome, Ok(ClaimOutcome::Acquired(_)))
+    }
+
+    #[tokio::test]
+    async fn a_lost_request_is_not_done_and_a_lost_reply_is() {
+        let store = Faulty::new(MemoryStore::new());
+        store.inject(Verb::Claim, Fault::LoseRequest);
+        store.inject(Verb::Claim, Fault::LoseReply);
+        let (first, second) = (claim(), claim());
+        for claim in [&first, &second] {
+            let error = store.claim(KEY, claim).await.unwrap_err();
+            assert_eq!(error.kind(), StoreErrorKind::OutcomeUnknown);
+        }
+        assert!(!is_granted(&store.claim(KEY, &first).await));
+        assert!(is_granted(&store.claim(KEY, &second).await), "the second one has the key");
+        assert_eq!((store.calls(Verb::Claim), store.reached(Verb::Claim)), (4, 3));
+        assert_eq!(store.calls(Verb::Renew), 0);
+    }
+
+    #[tokio::test]
+    async fn a_held_call_is_done_when_its_gate_opens() {
+        let store = Faulty::new(MemoryStore::new());
+        let gate = Gate::new();
+        store.inject(Verb::Claim, Fault::Hold(gate.clone()));
+        let held = claim();
+        let mut call = store.claim(KEY, &held);
+        let came = async { gate.reached_by(1).await };
+        tokio::select! {
+            _ = &mut call => panic!("the gate is closed"),
+            () = came => {}
+        }
+        assert_eq!(store.reached(Verb::Claim), 0);
+        gate.open();
+        assert!(is_granted(&call.await));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_call_that_hangs_never_ends_and_a_healed_store_works() {
+        let store = Faulty::new(MemoryStore::new());
+        store.inject_always(Verb::Ready, Fault::Hang);
+        let day = Duration::from_secs(24 * 3600);
+        tokio::time::timeout(day, store.ready()).await.unwrap_err();
+        store.heal();
+        store.ready().await.unwrap();
+        store.inject_times(Verb::Ready, Fault::Fail(StoreErrorKind::Full), 2);
+        for expected in [Some(StoreErrorKind::Full), Some(StoreErrorKind::Full), None] {
+            assert_eq!(store.ready().await.err().map(|error| error.kind()), expected);
+        }
+    }
+}

@@ -301,8 +301,9 @@ impl Store for MemoryStore {
 }
 
 #[cfg(test)]
-#[allow(clippy::wildcard_enum_match_arm, reason = "every other outcome fails the test")]
 mod tests {
+    #![allow(clippy::wildcard_enum_match_arm, reason = "what is not expected is a failure")]
+
     use std::sync::Arc;
     use std::time::Duration;
 
@@ -387,16 +388,35 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn a_store_full_of_bytes_refuses_new_keys_but_stores_the_answers_of_running_ones() {
         let store = MemoryStore::builder().max_bytes(100).build().unwrap();
-        let leases = [granted(claim(&store, key(1)).await), granted(claim(&store, key(2)).await)];
+        let mut leases = Vec::new();
+        for number in 0..10 {
+            leases.push(granted(claim(&store, key(number)).await));
+        }
         for lease in &leases {
             let stored = complete(&store, lease, Bytes::from(vec![1; 100])).await;
             assert_eq!(stored, CompleteOutcome::Stored);
         }
-        refused_as_full(&store, key(3)).await;
-        assert_eq!(store.lock().bytes, 200);
+        refused_as_full(&store, key(10)).await;
+        assert_eq!(store.lock().bytes, 1_000);
+        // Here more has to go than what one call sweeps on its way.
         advance(TERMS.retention).await;
-        let _lease = granted(claim(&store, key(3)).await);
+        let _lease = granted(claim(&store, key(10)).await);
+        assert_eq!(store.len(), 1);
         assert_eq!(store.lock().bytes, 0);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_record_past_its_retention_is_gone_also_before_it_is_swept() {
+        let store = MemoryStore::new();
+        for number in 0..20 {
+            let lease = granted(claim(&store, key(number)).await);
+            complete(&store, &lease, Bytes::from_static(b"\x01")).await;
+            advance(Duration::from_millis(1)).await;
+        }
+        advance(TERMS.retention).await;
+        let lease = granted(claim(&store, key(19)).await);
+        assert_eq!(lease.grant().attempt, Attempt::FIRST);
+        assert!(store.len() > 1, "everything was swept before, so this shows nothing");
     }
 
     #[tokio::test(start_paused = true)]

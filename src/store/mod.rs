@@ -1,7 +1,7 @@
 //! The contract that every store keeps.
 //!
 //! A store holds one [`Record`](crate::record::Record) per [`StorageKey`] and offers five verbs. What each does to each
-//! state is written once, in [`record`]; a store is that, made atomic and durable.
+//! state is written once, in [`record`](crate::record); a store is that, made atomic and durable.
 //!
 //! # Guarantees
 //! Checked by `store::conformance` (feature `conformance`) for every store:

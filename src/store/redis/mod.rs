@@ -63,7 +63,7 @@ const MAX_PREFIX: usize = 64;
 /// Clones share the connection.
 ///
 /// # Defaults
-/// Keys are `idem:{..}`; a second per call, two to connect, see [`RedisStoreBuilder`].
+/// Keys are `idem:{..}`; 600 ms per call, two seconds to connect, see [`RedisStoreBuilder`].
 #[derive(Clone)]
 pub struct RedisStore(Arc<Inner>);
 
@@ -118,8 +118,9 @@ impl RedisStoreBuilder {
 
     /// How long a verb waits for a connection, and then again for the reply.
     ///
-    /// Default: one second. A healthy Redis needs milliseconds; a lease of 30 seconds is renewed
-    /// every ten, which leaves room for several attempts.
+    /// Default: 600 ms. A healthy Redis needs milliseconds, and the engine calls again while a claim
+    /// or a completion is not confirmed. Twice this should not be above
+    /// [`store_call_timeout`](crate::ConfigBuilder::store_call_timeout).
     pub fn call_timeout(mut self, call_timeout: Duration) -> Self {
         self.call_timeout = call_timeout;
         self

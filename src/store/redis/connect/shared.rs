@@ -22,6 +22,9 @@ use crate::store::redis::script::Call;
 /// accident and two are bad luck; and a needless replacement costs only a handshake.
 const SILENT_AFTER: u32 = 3;
 
+/// How long a call must have gone unanswered to count: far beyond what a healthy server takes.
+const SILENCE: Duration = Duration::from_millis(50);
+
 /// The pause after the first failed attempt to connect; it doubles with each further one.
 const FIRST_PAUSE: Duration = Duration::from_millis(50);
 
@@ -108,18 +111,20 @@ impl Shared {
         let line = self.line().await?;
         let mut connection = line.connection.clone();
         let limit = self.0.call_timeout;
-        let failure = match timeout(limit, call.send(&mut connection)).await {
+        let waiting = Waiting { shared: self, line: &line, since: Instant::now() };
+        let reply = timeout(limit, call.send(&mut connection)).await;
+        if reply.is_ok() {
+            waiting.over();
+        } else {
+            drop(waiting);
+        }
+        let failure = match reply {
             Ok(Ok(value)) => {
                 line.answered();
                 return Ok(value);
             }
             Ok(Err(error)) => Failure::of_reply(error),
-            Err(_) => {
-                if line.unanswered.fetch_add(1, Ordering::Relaxed) + 1 >= SILENT_AFTER {
-                    self.replace(&line, "it does not answer");
-                }
-                return Err(Failure::NoAnswer(TooLong::Reply(limit).into()));
-            }
+            Err(_) => return Err(Failure::NoAnswer(TooLong::Reply(limit).into())),
         };
         match &failure {
             Failure::Refused(error) => {
@@ -222,6 +227,31 @@ impl Shared {
             drop(done);
         });
         Some(dialing)
+    }
+}
+
+/// A call without its reply yet. If it is dropped like that, by our time limit or by a shorter one
+/// of the caller's, the connection has been silent once more.
+struct Waiting<'a> {
+    shared: &'a Shared,
+    line: &'a Arc<Line>,
+    since: Instant,
+}
+
+impl Waiting<'_> {
+    fn over(self) {
+        std::mem::forget(self);
+    }
+}
+
+impl Drop for Waiting<'_> {
+    fn drop(&mut self) {
+        // A call that was dropped sooner says nothing about the connection.
+        if self.since.elapsed() >= SILENCE
+            && self.line.unanswered.fetch_add(1, Ordering::Relaxed) + 1 >= SILENT_AFTER
+        {
+            self.shared.replace(self.line, "it does not answer");
+        }
     }
 }
 

@@ -14,29 +14,26 @@
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on panics")]
 #![allow(clippy::wildcard_enum_match_arm, reason = "what was not expected is printed")]
 
+mod draw;
+#[path = "../support/mod.rs"]
 mod support;
 
 use std::env;
-use std::fmt::Debug;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use bytes::Bytes;
+use draw::Operation;
 use futures_util::future::join_all;
 use rand::rngs::StdRng;
-use rand::seq::IndexedRandom as _;
 use rand::{Rng as _, SeedableRng as _};
 use support::redis::RedisServer;
 use tower_idempotency::record::{
-    self, Change, Claim, ClaimOutcome, CompleteOutcome, Completion, Current, Effects, Expires,
-    Finding, Grant, Millis, OnExpired, Progress, Record, Release, Renewal, Resolution, State, Step,
-    Terms, Unsettled, Verdict,
+    self, Change, ClaimOutcome, CompleteOutcome, Current, Expires, Grant, Millis, Progress, Record,
+    State, Step, Unsettled,
 };
 use tower_idempotency::store::redis::redis::aio::MultiplexedConnection;
 use tower_idempotency::store::redis::redis::{self, Value};
-use tower_idempotency::{
-    Attempt, Fence, Fingerprint, Fingerprints, HolderId, Lease, MemoryStore, RecipeId, RedisStore,
-    StorageKey, Store,
-};
+use tower_idempotency::{Fence, HolderId, Lease, MemoryStore, RedisStore, StorageKey, Store};
 
 const SEQUENCES: usize = 2_000;
 const ROUNDS: usize = 14;
@@ -158,14 +155,6 @@ struct Sequence {
     holders: Vec<HolderId>,
     /// What was granted, or made up: as Redis and as the memory store see it.
     leases: Vec<(Lease, Lease)>,
-}
-
-enum Operation {
-    Claim(Claim),
-    Renew(usize, Renewal),
-    Complete(usize, Completion),
-    Release(usize, Release),
-    Resolve(Resolution),
 }
 
 impl Sequence {
@@ -399,168 +388,6 @@ impl Sequence {
             .await
             .unwrap();
         self.held = Held::Bytes { bytes: bytes.into(), expires: now().after(PUT_FOR) };
-    }
-
-    fn draw_record(&mut self) -> Record {
-        let now = now().0;
-        let minutes = |count: u64| count * MINUTE * 1_000;
-        // Far from now, so that no two readings of the clock disagree about it.
-        let moments = [0, now - minutes(90), now + minutes(90), now + minutes(5_000_000)];
-        let leases = [TINY, Duration::from_secs(10 * MINUTE), Duration::from_secs(80 * MINUTE)];
-        let at = Millis(*moments.choose(&mut self.random).unwrap());
-        let state = match self.random.random_range(0..4) {
-            0 => State::InFlight {
-                until: at,
-                lease: *leases.choose(&mut self.random).unwrap(),
-                progress: *[Progress::MayHaveActed, Progress::Untouched]
-                    .choose(&mut self.random)
-                    .unwrap(),
-            },
-            1 => State::Open { since: at },
-            2 => State::Indeterminate { since: at },
-            _ => State::Completed { at, response: self.draw_bytes(1) },
-        };
-        let fences = [0, 1, now + minutes(90), (1 << 48) - 1];
-        Record {
-            fingerprint: *self.draw_fingerprints().as_slice().last().unwrap(),
-            holder: self.draw_holder(),
-            attempt: Attempt::from_number(*[1, 2, 255, u32::MAX].choose(&mut self.random).unwrap()),
-            fence: Fence::from_number(*fences.choose(&mut self.random).unwrap()),
-            created: Millis(*moments.choose(&mut self.random).unwrap()),
-            checkpoint: self.draw_bytes(0),
-            state,
-        }
-    }
-
-    fn make_up_a_lease(&mut self) {
-        let claim = self.draw_claim();
-        let grant = Grant {
-            attempt: Attempt::from_number(self.random.random_range(1..4)),
-            fence: Fence::from_number(self.random.random_range(0..1 << 48)),
-            created: Millis(self.random.random_range(0..1 << 48)),
-            takeover: false,
-            checkpoint: Bytes::new(),
-        };
-        let lease = Lease::new(self.key, &claim, grant);
-        self.leases.push((lease.clone(), lease));
-    }
-
-    fn draw_operation(&mut self) -> Operation {
-        let of = self.draw_lease();
-        match self.random.random_range(0..10) {
-            0..4 => Operation::Claim(self.draw_claim()),
-            4 => {
-                let checkpoint = self.random.random_bool(0.5).then(|| self.draw_bytes(0));
-                Operation::Renew(of, Renewal { terms: self.draw_terms(), checkpoint })
-            }
-            5..7 => {
-                let response = self.draw_bytes(1);
-                Operation::Complete(of, Completion { terms: self.draw_terms(), response })
-            }
-            7 => {
-                let verdict =
-                    *[Verdict::NoEffect, Verdict::Unknown].choose(&mut self.random).unwrap();
-                Operation::Release(of, Release { terms: self.draw_terms(), verdict })
-            }
-            _ => {
-                let owner = *self.leases[of].0.owner();
-                let happened = self.random.random_bool(0.5);
-                let right = self.random.random_bool(0.8);
-                Operation::Resolve(Resolution {
-                    holder: if right { owner.holder } else { self.draw_holder() },
-                    attempt: if right {
-                        owner.attempt
-                    } else {
-                        Attempt::from_number(self.random.random_range(1..4))
-                    },
-                    finding: match happened {
-                        true => Finding::Happened(self.draw_bytes(1)),
-                        false => Finding::NothingHappened,
-                    },
-                    terms: self.draw_terms(),
-                })
-            }
-        }
-    }
-
-    /// The latest lease most of the time.
-    fn draw_lease(&mut self) -> usize {
-        let last = self.leases.len() - 1;
-        if self.random.random_bool(0.6) { last } else { self.random.random_range(0..=last) }
-    }
-
-    fn draw_claim(&mut self) -> Claim {
-        Claim {
-            holder: self.draw_holder(),
-            fingerprints: self.draw_fingerprints(),
-            terms: self.draw_terms(),
-            on_expired: *[OnExpired::Refuse, OnExpired::Reexecute]
-                .choose(&mut self.random)
-                .unwrap(),
-            effects: *[Effects::Anywhere, Effects::Marked].choose(&mut self.random).unwrap(),
-        }
-    }
-
-    fn draw_holder(&mut self) -> HolderId {
-        if self.random.random_bool(0.05) {
-            return HolderId::NOBODY;
-        }
-        *self.holders.choose(&mut self.random).unwrap()
-    }
-
-    fn draw_terms(&mut self) -> Terms {
-        let mut draw = |tiny: f64, minutes: [u64; 2]| {
-            if self.random.random_bool(tiny) {
-                return TINY;
-            }
-            Duration::from_secs(minutes.choose(&mut self.random).unwrap() * MINUTE)
-        };
-        Terms {
-            lease: draw(0.5, [10, 15]),
-            retention: draw(0.1, [20, 40]),
-            unknown_retention: draw(0.1, [60, 90]),
-        }
-    }
-
-    /// One to four recipes, mostly with the usual body.
-    fn draw_fingerprints(&mut self) -> Fingerprints {
-        let body = if self.random.random_bool(0.9) { 1 } else { 2 };
-        let recipes: Vec<u8> = match self.random.random_range(0..20) {
-            0 => vec![9],
-            1 => vec![2],
-            2 => vec![2, 1],
-            3 => vec![5, 4, 3, 1],
-            4 => vec![1, 1, 2],
-            5..8 => vec![1, 2],
-            _ => vec![1],
-        };
-        let print = |recipe, body| {
-            Fingerprint::from_stored(RecipeId::from_bytes([recipe, 0, 255, 0]), [body; 32])
-        };
-        let mut fingerprints = Fingerprints::one(print(recipes[0], body));
-        for &recipe in &recipes[1..] {
-            // Of two by one recipe the first counts; nobody sends that, and all agree on it.
-            let body = if recipe == recipes[0] { body + 1 } else { body };
-            assert!(fingerprints.push(print(recipe, body)));
-        }
-        fingerprints
-    }
-
-    fn draw_bytes(&mut self, at_least: usize) -> Bytes {
-        let choices: [&[u8]; 5] = [b"", b"a", b"\0\0", b"\xff\r\n$1\r\n", &[b'x'; 300]];
-        Bytes::copy_from_slice(choices[at_least..].choose(&mut self.random).unwrap())
-    }
-}
-
-impl Debug for Operation {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self {
-            Self::Claim(claim) => claim.fmt(f),
-            Self::Renew(of, renewal) => write!(f, "lease {of}, {renewal:?}"),
-            Self::Complete(of, completion) => write!(f, "lease {of}, {completion:?}"),
-            Self::Release(of, release) => write!(f, "lease {of}, {release:?}"),
-            Self::Resolve(resolution) => resolution.fmt(f),
-        }
     }
 }
 
