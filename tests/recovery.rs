@@ -350,6 +350,21 @@ async fn an_unknown_outcome_names_the_record_for_an_operator() {
     assert_eq!(retry.json()["reference"], *reference);
 }
 
+#[tokio::test(start_paused = true)]
+async fn a_run_that_takes_over_cannot_say_that_nothing_happened_before_it() {
+    let server = Server::new(config().recovery(Recovery::AtLeastOnce));
+    server.interrupt().await;
+    let second = server.pay(async |_| {
+        let mut response = created("the provider is down");
+        response.extensions_mut().insert(Outcome::NoEffect);
+        response
+    });
+    second.await.expect(201, "the provider is down");
+    // Its own word frees the key for the same request, and the next run knows that it takes over.
+    server.retry().await.expect(201, "attempt 3");
+    assert!(server.runs.lock().unwrap()[2].is_takeover());
+}
+
 #[derive(Debug, Deserialize, Eq, PartialEq, Serialize)]
 enum Step {
     Charging,

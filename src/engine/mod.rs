@@ -324,10 +324,11 @@ impl Engine {
                 Ok(ran) => ran.settle.clone(),
                 Err(_) => Settle::Release(marks.verdict(&lease, policy)),
             };
-            let settled = self.settle(&lease, &settle, policy, policy.complete_within).await;
-            (ran, settle, settled)
+            let recorded = settle.clone().after_takeover(policy, lease.grant().takeover);
+            let settled = self.settle(&lease, &recorded, policy, policy.complete_within).await;
+            (ran, settle, recorded, settled)
         };
-        let (ran, settle, settled) = kept.during(work).await;
+        let (ran, settle, recorded, settled) = kept.during(work).await;
         drop(owning);
         if settled == Settled::RolledBack && lease.is_repeatable() {
             return None;
@@ -335,14 +336,14 @@ impl Engine {
         let Ok(Ran { reply, .. }) = ran else {
             let untouched = matches!(settle, Settle::Release(Verdict::NoEffect));
             tracing::error!(key = %call.storage_key.log_id(), untouched, "a handler panicked");
-            self.settle_later(&lease, settle, policy, &settled);
+            self.settle_later(&lease, recorded, policy, &settled);
             return Some(Conclusion::refused(match untouched {
                 true => RejectionKind::HandlerFailedUntouched,
                 false => RejectionKind::HandlerFailed,
             }));
         };
         let conclusion = Self::conclude(reply, &settle, settled.clone(), policy);
-        self.settle_later(&lease, settle, policy, &settled);
+        self.settle_later(&lease, recorded, policy, &settled);
         Some(conclusion)
     }
 
@@ -363,7 +364,9 @@ impl Engine {
             Ok(RenewOutcome::Renewed | RenewOutcome::Restored) => Ok(sent),
             Ok(RenewOutcome::Lost | RenewOutcome::Unreadable) | Err(_) => {
                 // The handler has not started, so the key can be freed if it is still ours.
-                self.settle_in_background(lease, Settle::Release(Verdict::NoEffect), policy);
+                let settle = Settle::Release(Verdict::NoEffect);
+                let settle = settle.after_takeover(policy, lease.grant().takeover);
+                self.settle_in_background(lease, settle, policy);
                 Err(unavailable())
             }
         }
@@ -400,7 +403,9 @@ impl Engine {
     /// Frees a key whose claim may have reached the store although nobody will run.
     fn give_up(&self, call: &Call, claim: Claim) {
         let lease = unconfirmed(call, &claim);
-        self.settle_in_background(&lease, Settle::Release(Verdict::NoEffect), &call.policy);
+        // Nobody knows what the claim was granted for: it may have been a takeover.
+        let settle = Settle::Release(Verdict::NoEffect).after_takeover(&call.policy, true);
+        self.settle_in_background(&lease, settle, &call.policy);
     }
 
     async fn renew(

@@ -11,7 +11,7 @@ use super::observe::Seen;
 use super::{Conclusion, Engine, Settle, observe, pause, unavailable};
 use crate::config::{Policy, Recovery};
 use crate::error::{RejectionKind, StoreError, StoreErrorKind};
-use crate::record::{CompleteOutcome, Completion, Release, ReleaseOutcome, Verdict};
+use crate::record::{CompleteOutcome, Completion, OnExpired, Release, ReleaseOutcome, Verdict};
 use crate::store::Lease;
 
 /// What came of recording a run.
@@ -31,6 +31,21 @@ pub(super) enum Settled {
     Unconfirmed,
     /// The store refuses for good.
     Refused,
+}
+
+impl Settle {
+    /// What may be recorded of a run that followed one which may have acted: that nothing happened is
+    /// not for this run to say. The key stays as unknown as it was, so it is not free for another
+    /// request, and the next run is told that it takes over.
+    pub(super) fn after_takeover(self, policy: &Policy, takeover: bool) -> Self {
+        let repeats = policy.recovery.on_expired() == OnExpired::Reexecute;
+        match self {
+            Self::Release(Verdict::NoEffect) if repeats && takeover => {
+                Self::Release(Verdict::Unknown)
+            }
+            Self::Release(_) | Self::Complete(_) => self,
+        }
+    }
 }
 
 impl Engine {
