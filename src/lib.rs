@@ -13,6 +13,7 @@ mod fingerprint;
 pub mod guide;
 mod key;
 pub mod middleware;
+mod mistakes;
 pub mod record;
 mod response;
 mod scope;

@@ -12,6 +12,7 @@ use super::wait::Seat;
 use super::{Call, Conclusion, Engine, observe, pause, unavailable, unreadable};
 use crate::config::{Policy, Recovery};
 use crate::error::{Rejection, RejectionKind, StoreError, StoreErrorKind};
+use crate::mistakes::{Mistake, made};
 use crate::record::{Claim, ClaimOutcome, Unsettled};
 use crate::scope::StorageKey;
 use crate::store::Lease;
@@ -162,7 +163,13 @@ impl Engine {
         claim: &Claim,
         policy: &Policy,
     ) -> Result<ClaimOutcome<Lease>, StoreError> {
-        let call = || self.0.store.claim(key, claim);
+        let call = async || {
+            let mut claim = *claim;
+            if made(Mistake::FreshHolder) {
+                claim.holder = HolderId::random();
+            }
+            self.0.store.claim(key, &claim).await
+        };
         self.surely("claim", key, policy, call).await
     }
 

@@ -14,6 +14,7 @@ use crate::checkpoint;
 use crate::config::Policy;
 use crate::error::CheckpointError;
 use crate::key::IdempotencyKey;
+use crate::mistakes::{Mistake, made};
 use crate::record::{Effects, RenewOutcome, Renewal, Verdict};
 use crate::scope::DownstreamSeed;
 use crate::store::Lease;
@@ -86,6 +87,9 @@ impl Marks {
 
     /// What is known of a run that ended without a word, or has to.
     pub(super) fn verdict(&self, lease: &Lease, policy: &Policy) -> Verdict {
+        if made(Mistake::ErrorsFreeTheKey) {
+            return Verdict::NoEffect;
+        }
         // One that followed an interrupted run says nothing about that one.
         let clean = policy.effects == Effects::Marked && !lease.grant().takeover;
         if clean && self.close() { Verdict::NoEffect } else { Verdict::Unknown }

@@ -43,6 +43,7 @@ use crate::config::{Policy, StoreDown};
 use crate::error::{Rejection, RejectionKind, StoreError, StoreErrorKind};
 use crate::fingerprint::Fingerprints;
 use crate::key::IdempotencyKey;
+use crate::mistakes::{Mistake, made};
 use crate::record::{Claim, Grant, Millis, RenewOutcome, Renewal, Verdict};
 use crate::response::StoredResponse;
 use crate::scope::{DownstreamSeed, Identity, StorageKey};
@@ -238,7 +239,11 @@ impl Engine {
         let (answer, answered) = oneshot::channel();
         let engine = self.clone();
         let task = async move { engine.conduct(call, handler, answer).await };
-        self.0.tracker.spawn(task.in_current_span());
+        if made(Mistake::RunsInConnection) {
+            task.await;
+        } else {
+            self.0.tracker.spawn(task.in_current_span());
+        }
         // The task answers unless the runtime ends under it; then nobody knows what it had done.
         answered.await.unwrap_or_else(|_| Conclusion::refused(RejectionKind::OutcomeUnknown))
     }

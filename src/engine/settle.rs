@@ -11,6 +11,7 @@ use super::observe::Seen;
 use super::{Conclusion, Engine, Settle, observe, pause, unavailable};
 use crate::config::{Policy, Recovery};
 use crate::error::{RejectionKind, StoreError, StoreErrorKind};
+use crate::mistakes::{Mistake, made};
 use crate::record::{CompleteOutcome, Completion, OnExpired, Release, ReleaseOutcome, Verdict};
 use crate::store::Lease;
 
@@ -170,6 +171,9 @@ impl Engine {
                     // Nothing will run again, so the true answer cannot be contradicted later.
                     Recovery::AtMostOnce => Conclusion::NotStored(reply),
                     // A later run may give another answer, so this one must not be given.
+                    Recovery::AtLeastOnce if made(Mistake::AnswerUnstored) => {
+                        Conclusion::NotStored(reply)
+                    }
                     Recovery::AtLeastOnce | Recovery::Reconcile(_) => {
                         Conclusion::refused(unavailable())
                     }

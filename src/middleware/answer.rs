@@ -17,6 +17,7 @@ use super::service::referenced;
 use crate::config::{Config, IDEMPOTENCY_KEY, IDEMPOTENCY_STATUS, IDEMPOTENT_REPLAYED};
 use crate::engine::{Ran, Settle};
 use crate::error::{Rejection, RejectionKind};
+use crate::mistakes::{Mistake, made};
 use crate::record::Verdict;
 use crate::response::StoredResponse;
 use crate::scope::StorageKey;
@@ -122,6 +123,9 @@ fn verdict(head: &mut response::Parts) -> Judgement {
         return Judgement::Release(if unknown { Verdict::Unknown } else { Verdict::NoEffect });
     }
     if NO_EFFECT.contains(&head.status) {
+        return Judgement::Release(Verdict::NoEffect);
+    }
+    if made(Mistake::ErrorsFreeTheKey) && head.status.is_server_error() {
         return Judgement::Release(Verdict::NoEffect);
     }
     match head.status {

@@ -34,6 +34,7 @@ pub use codec::{Current, HEADER_LENGTH, Unreadable};
 pub use verbs::*;
 
 use crate::fingerprint::{Comparison, Fingerprint};
+use crate::mistakes::{Mistake, made};
 use crate::token::{Attempt, Fence, HolderId};
 
 /// A moment on the store's clock, in milliseconds since 1970.
@@ -204,6 +205,9 @@ impl Terms {
     /// When a record in flight may be forgotten: long after its lease, so that a crash that nobody
     /// retries for a day is still known.
     fn forget_in_flight(&self, now: Millis) -> Expires {
+        if made(Mistake::OneTime) {
+            return Expires::At(now.after(self.lease));
+        }
         Expires::At(now.after(self.lease).after(self.unknown_retention))
     }
 
@@ -235,10 +239,15 @@ fn lease_is_over(now: Millis, until: Millis, lease: Duration) -> bool {
 pub fn claim(current: Current, now: Millis, claim: &Claim) -> Step<ClaimOutcome<Grant>> {
     let record = match current {
         Current::Absent => return grant_first(now, claim),
+        Current::Unreadable(_) if made(Mistake::UnreadableIsAbsent) => {
+            return grant_first(now, claim);
+        }
         Current::Unreadable(_) => return keep(ClaimOutcome::Unreadable),
         Current::Present(record) => record,
     };
-    if !matches!(record.state, State::Open { .. }) {
+    let unjudged =
+        made(Mistake::StateBeforeRequest) && matches!(record.state, State::InFlight { .. });
+    if !matches!(record.state, State::Open { .. }) && !unjudged {
         match claim.fingerprints.compare(record.fingerprint) {
             Comparison::Same => {}
             Comparison::Different => return keep(ClaimOutcome::Mismatch),
@@ -323,7 +332,8 @@ fn grant_next(
     takeover: bool,
 ) -> Step<ClaimOutcome<Grant>> {
     // What an earlier attempt may have done is not undone by one that has not begun.
-    let progress = if takeover { Progress::MayHaveActed } else { claim.effects.at_start() };
+    let may_have = takeover && !made(Mistake::TakeoverIsUntouched);
+    let progress = if may_have { Progress::MayHaveActed } else { claim.effects.at_start() };
     let fence = record.fence.number().saturating_add(1).max(now.0).min(Fence::MAX.number());
     let record = Record {
         fingerprint: claim.fingerprints.current(),
@@ -414,6 +424,10 @@ pub fn complete(
         Current::Unreadable(_) => return keep(CompleteOutcome::Unreadable),
         Current::Present(record) => record,
     };
+    if made(Mistake::CompleteByAnybody) {
+        let record = Record { state, holder: owner.holder, ..record };
+        return write(record, completion.terms.forget_settled(now), CompleteOutcome::Stored);
+    }
     let mine = record.is_held_by(owner.holder);
     let outcome = match &record.state {
         State::InFlight { .. } if mine => CompleteOutcome::Stored,
@@ -425,6 +439,9 @@ pub fn complete(
         State::Completed { response, .. } => {
             return keep(match owner.fingerprints.compare(record.fingerprint) {
                 Comparison::Same => CompleteOutcome::Superseded(response.clone()),
+                Comparison::Different if made(Mistake::LoserComparesNothing) => {
+                    CompleteOutcome::Superseded(response.clone())
+                }
                 Comparison::Different | Comparison::UnknownRecipe => CompleteOutcome::Mismatch,
             });
         }
@@ -450,6 +467,10 @@ pub fn release(
         Current::Unreadable(_) => return keep(ReleaseOutcome::Unreadable),
         Current::Present(record) => record,
     };
+    if made(Mistake::ReleaseByAnybody) {
+        let record = Record { state: State::Open { since: now }, ..record };
+        return write(record, release.terms.forget_settled(now), ReleaseOutcome::Released);
+    }
     if !record.is_held_by(owner.holder) {
         return keep(ReleaseOutcome::NotHeld);
     }
@@ -479,7 +500,8 @@ pub fn resolve(current: Current, now: Millis, resolution: &Resolution) -> Step<R
         Current::Unreadable(_) => return keep(ResolveOutcome::Unreadable),
         Current::Present(record) => record,
     };
-    if record.attempt != resolution.attempt {
+    let anything = made(Mistake::ResolveAnything);
+    if record.attempt != resolution.attempt && !anything {
         return keep(ResolveOutcome::Changed);
     }
     let unknown = match record.state {
@@ -488,7 +510,7 @@ pub fn resolve(current: Current, now: Millis, resolution: &Resolution) -> Step<R
         State::InFlight { until, lease, .. } => lease_is_over(now, until, lease),
         State::Open { .. } | State::Completed { .. } => false,
     };
-    if unknown && record.is_held_by(resolution.holder) {
+    if unknown && record.is_held_by(resolution.holder) || anything {
         let state = match &resolution.finding {
             Finding::Happened(response) => State::Completed { at: now, response: response.clone() },
             Finding::NothingHappened => State::Open { since: now },
