@@ -8,6 +8,7 @@
 //! | [defaults] | every default and its reason, and where this crate departs from others |
 //! | [layers] | where the layer goes among others |
 //! | [openapi] | what to add to an OpenAPI document, with the fragment to merge |
+//! | [requests] | where keys come from, and when two requests are the same |
 //! | [redis](mod@redis) | what Redis must be like |
 //! | [architecture] | the house: floors, invariants, where to change what |
 
@@ -29,5 +30,7 @@ pub mod openapi {
 pub mod problems {}
 #[doc = include_str!("redis.md")]
 pub mod redis {}
+#[doc = include_str!("requests.md")]
+pub mod requests {}
 #[doc = include_str!("states.md")]
 pub mod states {}
