@@ -324,7 +324,8 @@ impl ConfigBuilder {
         self
     }
 
-    /// How long an answer is kept, from completion. After that the key is new again.
+    /// How long an answer is kept, from completion. After that the key is new again. At most 400 days,
+    /// and not below the lease.
     pub fn retention(mut self, retention: Duration) -> Self {
         self.config.policy.terms.retention = retention;
         self
@@ -337,7 +338,8 @@ impl ConfigBuilder {
         self
     }
 
-    /// How long a request waits for its running twin before it is answered 409. Zero: at once.
+    /// How long a request waits for its running twin before it is answered 409. Zero: at once; at most
+    /// a minute.
     pub fn wait(mut self, wait: Duration) -> Self {
         self.config.policy.wait = wait;
         self

@@ -38,5 +38,11 @@ pub use response::{CodecError, HeaderRules, StoredBody, StoredResponse};
 pub use scope::{DownstreamSeed, Identity, Scope, StorageKey};
 #[cfg(feature = "redis")]
 pub use store::redis::RedisStore;
+#[cfg(any(feature = "postgres", feature = "sqlite"))]
+pub use store::sql::Tx;
+#[cfg(feature = "postgres")]
+pub use store::sql::{PostgresLeaseStore, PostgresStore};
+#[cfg(feature = "sqlite")]
+pub use store::sql::{SqliteLeaseStore, SqliteStore};
 pub use store::{Lease, MemoryStore, Store};
 pub use token::{Attempt, Fence, HolderId};

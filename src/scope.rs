@@ -76,6 +76,18 @@ impl From<&str> for Identity {
     }
 }
 
+macro_rules! identity_from_number {
+    ($($number:ty),+) => {$(
+        impl From<$number> for Identity {
+            fn from(number: $number) -> Self {
+                Self::from(number.to_string())
+            }
+        }
+    )+};
+}
+
+identity_from_number!(u32, u64, u128, i32, i64);
+
 impl<A: Into<Box<str>>, B: Into<Box<str>>> From<(A, B)> for Identity {
     fn from((first, second): (A, B)) -> Self {
         Self(vec![first.into(), second.into()])

@@ -19,6 +19,7 @@ use tracing_subscriber::EnvFilter;
 mod account;
 mod answer;
 mod app;
+mod books;
 mod flags;
 mod form;
 mod ledger;
@@ -31,7 +32,7 @@ mod stripe;
 
 use app::App;
 use flags::{Flags, RecoveryMode, Rules};
-use ledger::{Deduplicate, Ledger};
+use ledger::Deduplicate;
 
 #[tokio::main]
 async fn main() -> ExitCode {
@@ -53,14 +54,11 @@ async fn run(flags: &Flags, rules: Rules) -> Result<(), Box<dyn Error>> {
     }
     let metrics = record_metrics()?;
     let stop = serve::stop_signal()?;
-    let store = flags.store.open().await?;
     let deduplicate = match flags.recovery {
         RecoveryMode::AtMostOnce => Deduplicate::No,
         RecoveryMode::AtLeastOnce | RecoveryMode::Reconcile => Deduplicate::Yes,
     };
-    let ledger = Ledger::open(&flags.ledger, deduplicate)
-        .await
-        .map_err(|error| format!("cannot open the ledger {}: {error}", flags.ledger.display()))?;
+    let (store, ledger) = flags.store().open(&flags.ledger(), deduplicate).await?;
     let listener = TcpListener::bind(flags.listen)
         .await
         .map_err(|error| format!("cannot listen on {}: {error}", flags.listen))?;
@@ -98,8 +96,8 @@ fn greet(address: SocketAddr, flags: &Flags) {
         )
     };
     let (first, changed) = (pay(1999), pay(2999));
-    let store = &flags.store;
-    let ledger = flags.ledger.display();
+    let store = flags.store();
+    let ledger = store.ledger(&flags.ledger());
     // Whoever reads this may have gone away; that is no reason to stop.
     let _ = write!(
         std::io::stdout().lock(),

@@ -12,6 +12,7 @@ use tower_idempotency::{Execution, IdempotencyKey};
 use crate::account::Account;
 use crate::answer::ApiError;
 use crate::app::App;
+use crate::books::Books;
 use crate::form::Form;
 use crate::ledger::{Cause, NewPayment, Payment, Refund};
 use crate::payments::{
@@ -32,7 +33,7 @@ const DEFAULT_SOURCE: &str = "tok_visa";
 
 /// `POST /v1/payment_intents`.
 pub(crate) async fn create_intent(
-    State(app): State<App>,
+    mut books: Books,
     Extension(account): Extension<Account>,
     key: Option<IdempotencyKey>,
     execution: Option<Execution>,
@@ -41,12 +42,12 @@ pub(crate) async fn create_intent(
 ) -> Answer {
     let form = Form::parse(&headers, &body)?;
     let cause = cause_of(&account, key.as_ref(), execution.as_ref(), "charge");
-    create(View::Intent, &app, &cause, &form).await
+    create(View::Intent, &mut books, &cause, &form).await
 }
 
 /// `POST /v1/charges`.
 pub(crate) async fn create_charge(
-    State(app): State<App>,
+    mut books: Books,
     Extension(account): Extension<Account>,
     key: Option<IdempotencyKey>,
     execution: Option<Execution>,
@@ -55,13 +56,13 @@ pub(crate) async fn create_charge(
 ) -> Answer {
     let form = Form::parse(&headers, &body)?;
     let cause = cause_of(&account, key.as_ref(), execution.as_ref(), "charge");
-    create(View::Charge, &app, &cause, &form).await
+    create(View::Charge, &mut books, &cause, &form).await
 }
 
-async fn create(view: View, app: &App, cause: &Cause, form: &Form) -> Answer {
+async fn create(view: View, books: &mut Books, cause: &Cause, form: &Form) -> Answer {
     let (source, new) = read_payment(form)?;
     before_the_charge(source, cause.attempt).await?;
-    let mut payment = app.ledger.charge(cause, &new).await?;
+    let mut payment = books.charge(cause, &new).await?;
     after_the_charge(source, cause.attempt).await?;
     if source == Source::Stream {
         return Ok(stream::events(payment).into_response());
@@ -88,7 +89,7 @@ fn read_payment(form: &Form) -> Result<(Source, NewPayment), ApiError> {
 
 /// `POST /v1/refunds`.
 pub(crate) async fn create_refund(
-    State(app): State<App>,
+    mut books: Books,
     Extension(account): Extension<Account>,
     key: Option<IdempotencyKey>,
     execution: Option<Execution>,
@@ -107,10 +108,10 @@ pub(crate) async fn create_refund(
     };
     let id = id.ok_or_else(|| ApiError::not_found("payment"))?;
     let cause = cause_of(&account, key.as_ref(), execution.as_ref(), "refund");
-    if let Some(refund) = app.ledger.refund(&cause, &id, amount).await? {
+    if let Some(refund) = books.refund(&cause, &id, amount).await? {
         return Ok(Json(refund_view(&refund)).into_response());
     }
-    match app.ledger.payment(&cause.account, &id).await? {
+    match books.payment(&cause.account, &id).await? {
         None => Err(ApiError::not_found("payment")),
         Some(_) => Err(ApiError::conflict("refund_too_large", "less than that is left to refund")),
     }

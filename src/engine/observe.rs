@@ -17,6 +17,8 @@ pub(crate) enum Seen {
     Unknown,
     /// The handler ran and its answer could not be stored.
     NotStored,
+    /// The handler ran, and the store undid everything that it wrote.
+    RolledBack,
     /// The stored response was given again.
     Replayed,
     /// The handler ran without protection.
@@ -30,6 +32,7 @@ impl Seen {
             Self::Released => "released",
             Self::Unknown => "unknown",
             Self::NotStored => "not_stored",
+            Self::RolledBack => "rolled_back",
             Self::Replayed => "replayed",
             Self::Unprotected => "unprotected",
         }
@@ -45,6 +48,7 @@ pub(crate) fn refusal(kind: &RejectionKind) -> &'static str {
         RejectionKind::KeyInUse => "in_use",
         RejectionKind::OutcomeUnknown => "outcome_unknown",
         RejectionKind::HandlerFailed => "handler_failed",
+        RejectionKind::RolledBack => "rolled_back",
         RejectionKind::ResultUnavailable { .. } => "result_unavailable",
         RejectionKind::RequestTooLarge { .. } => "request_too_large",
         RejectionKind::RequestIncomplete => "request_incomplete",
@@ -87,7 +91,7 @@ pub(super) fn describe() {
 pub(crate) fn seen(seen: Seen, key: StorageKey, elapsed: Duration) {
     metrics::counter!("idempotency.requests", "outcome" => seen.name()).increment(1);
     match seen {
-        Seen::Executed | Seen::Released | Seen::Replayed => tracing::debug!(
+        Seen::Executed | Seen::Released | Seen::RolledBack | Seen::Replayed => tracing::debug!(
             key = %key.log_id(), outcome = seen.name(), elapsed_ms = elapsed_ms(elapsed), "idempotent request"
         ),
         Seen::Unknown | Seen::NotStored | Seen::Unprotected => tracing::warn!(

@@ -14,15 +14,15 @@ use http_body_util::{BodyExt as _, LengthLimitError, Limited};
 use tokio::time::timeout;
 use tower_service::Service;
 
-use super::answer::{Answer, judge};
+use super::answer::{Answer, judge, refusal};
 use super::body::ResponseBody;
 use super::extension::Replayed;
 use super::future::ResponseFuture;
-use super::{keys, problem};
+use super::keys;
 use crate::config::{
     Config, IDEMPOTENCY_KEY, IDEMPOTENCY_STATUS, IDEMPOTENT_REPLAYED, KeySource, MissingKey,
 };
-use crate::engine::{Call, Conclusion, Engine, Execution, Ran, Run, Settle, observe};
+use crate::engine::{Call, Conclusion, Engine, Execution, Ran, Run, Seen, Settle, observe};
 use crate::error::{Rejection, RejectionKind};
 use crate::fingerprint::Fingerprints;
 use crate::key::IdempotencyKey;
@@ -181,6 +181,7 @@ where
         Handler { ready: Some(ready), parts: Some(parts), body, config: Arc::clone(&config) };
     let conclusion = engine.execute(call, move |run| handler.start(run)).await;
     let mut response = match conclusion {
+        Conclusion::Ran(answer, Seen::RolledBack) => answer.into_undone(&config)?,
         Conclusion::Ran(answer, _) => answer.into_response(&config)?,
         Conclusion::NotStored(answer) => {
             with_status(answer.into_response(&config)?, HeaderValue::from_static("not-stored"))
@@ -338,13 +339,6 @@ fn refused<B>(
     observe::refused(&kind, id);
     let mut response = refusal(Rejection::new(kind), config);
     echo(&mut response, key);
-    response
-}
-
-pub(super) fn refusal<B>(rejection: Rejection, config: &Config) -> Response<ResponseBody<B>> {
-    let response = problem::response(&rejection, config);
-    let mut response = response.map(ResponseBody::full);
-    response.extensions_mut().insert(rejection);
     response
 }
 
