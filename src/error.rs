@@ -62,6 +62,15 @@ pub enum ConfigError {
         /// [`Fingerprints::MAX`](crate::Fingerprints::MAX).
         max: usize,
     },
+    /// Keys are derived from a content that is not looked at.
+    #[error("keys are derived from the content, and the fingerprint ignores it: all would be one")]
+    ContentIgnored,
+    /// Fields are excluded from fingerprints of bodies that no recipe reads.
+    #[error(
+        "fields are excluded from a fingerprint that compares raw bytes: choose canonical_json or \
+         canonical_form as well"
+    )]
+    NothingToExcludeFrom,
     /// The base of problem types is no absolute URI.
     #[error("the base of problem types, {0:?}, is no absolute URI")]
     ProblemBase(String),

@@ -31,7 +31,12 @@ pub use engine::{Drained, Engine, Execution, WaitLimits};
 pub use error::{
     CheckpointError, ConfigError, Rejection, RejectionKind, StoreError, StoreErrorKind,
 };
-pub use fingerprint::{Comparison, Fingerprint, Fingerprints, QueryOrder, Recipe, RecipeId};
+#[cfg(feature = "json")]
+pub use fingerprint::canonical_json;
+pub use fingerprint::{
+    Comparison, Fingerprint, Fingerprints, JsonPointer, JsonPointerError, QueryOrder, Recipe,
+    RecipeId,
+};
 pub use key::{IdempotencyKey, KeyError, KeySyntax};
 pub use middleware::{Idempotency, IdempotencyLayer, Outcome, Replayed};
 pub use record::Effects;

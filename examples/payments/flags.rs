@@ -8,7 +8,9 @@ use clap::builder::BoolishValueParser;
 use clap::error::ErrorKind;
 use clap::{CommandFactory as _, Parser, ValueEnum};
 use http::Method;
-use tower_idempotency::{Config, ConfigBuilder, ConfigError, ErrorFlavour, MissingKey, Recovery};
+use tower_idempotency::{
+    Config, ConfigBuilder, ConfigError, ErrorFlavour, MissingKey, Recipe, Recovery,
+};
 
 use crate::account;
 use crate::store::StoreUrl;
@@ -169,7 +171,13 @@ impl Flags {
             optional: build(
                 common().methods([Method::DELETE]).missing_key(MissingKey::PassThrough),
             )?,
-            stripe: build(common().methods([Method::POST]).missing_key(MissingKey::PassThrough))?,
+            stripe: build(
+                common()
+                    .methods([Method::POST])
+                    .missing_key(MissingKey::PassThrough)
+                    // A space is `+` from one of Stripe's clients and `%20` from another.
+                    .fingerprint(Recipe::new().canonical_form()),
+            )?,
             flavour,
             body_limit,
             note,

@@ -10,7 +10,7 @@ use http::{HeaderName, Method};
 pub use recovery::{Found, Interrupted, Reconciler, Recovery};
 
 use crate::error::ConfigError;
-use crate::fingerprint::{Fingerprints, Recipe};
+use crate::fingerprint::{Fingerprints, JsonPointer, Recipe};
 use crate::key::KeySyntax;
 use crate::record::{Effects, Terms};
 use crate::response::HeaderRules;
@@ -59,6 +59,17 @@ pub enum StoreDown {
     RunUnprotected,
 }
 
+/// Where a key may come from, if no header carries one.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub(crate) enum KeySource {
+    /// From nowhere else.
+    Headers,
+    /// From this place in a JSON body.
+    Body(JsonPointer),
+    /// From what the request says.
+    Content,
+}
+
 /// What refusals look like. The handler's own errors are its own business.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 #[non_exhaustive]
@@ -79,6 +90,7 @@ pub struct Config {
     pub(crate) scope: Scope,
     pub(crate) methods: Vec<Method>,
     pub(crate) key_headers: Vec<HeaderName>,
+    pub(crate) key_source: KeySource,
     pub(crate) key_syntax: KeySyntax,
     pub(crate) missing_key: MissingKey,
     pub(crate) recipes: Vec<Recipe>,
@@ -190,6 +202,7 @@ impl Config {
                 scope: Scope::global(),
                 methods: vec![Method::POST, Method::PATCH],
                 key_headers: vec![IDEMPOTENCY_KEY],
+                key_source: KeySource::Headers,
                 key_syntax: KeySyntax::default(),
                 missing_key: MissingKey::default(),
                 recipes: vec![Recipe::new()],
@@ -238,6 +251,28 @@ impl ConfigBuilder {
     /// carry several of them only if they name the same key.
     pub fn key_headers(mut self, names: impl IntoIterator<Item = HeaderName>) -> Self {
         self.config.key_headers = names.into_iter().collect();
+        self
+    }
+
+    /// Also looks for the key at this place in JSON bodies, as in Square's API
+    /// (`/idempotency_key`). The key is a string there, and stands for itself, without quotes of
+    /// its own. A request may carry it in a header as well, if both are the same.
+    ///
+    /// To look nowhere else, give no [`key_headers`](Self::key_headers).
+    pub fn key_from_body(mut self, pointer: JsonPointer) -> Self {
+        self.config.key_source = KeySource::Body(pointer);
+        self
+    }
+
+    /// Derives the key of a request that carries none from what it says, as SQS FIFO queues do:
+    /// equal requests of one caller within `window` are one. **Two payments that are meant and
+    /// happen to be equal are one too**; a client that sends a key of its own is not concerned.
+    ///
+    /// Equal is what the [fingerprint](Self::fingerprint) says. `window` is the
+    /// [retention](Self::retention), so it begins when the first of them is answered.
+    pub fn key_from_content(mut self, window: Duration) -> Self {
+        self.config.key_source = KeySource::Content;
+        self.config.policy.terms.retention = window;
         self
     }
 
@@ -438,12 +473,18 @@ impl ConfigBuilder {
         if let Some(safe) = config.methods.iter().find(|method| method.is_safe()) {
             return Err(ConfigError::SafeMethod(safe.clone()));
         }
-        if config.key_headers.is_empty() {
+        if config.key_source == KeySource::Content && config.recipes[0].ignores_content() {
+            return Err(ConfigError::ContentIgnored);
+        }
+        if config.key_headers.is_empty() && config.key_source == KeySource::Headers {
             return Err(ConfigError::NoKeyHeaders);
         }
         let given = config.recipes.len();
         if given > Fingerprints::MAX {
             return Err(ConfigError::TooManyRecipes { given, max: Fingerprints::MAX });
+        }
+        if config.recipes.iter().any(Recipe::excludes_in_vain) {
+            return Err(ConfigError::NothingToExcludeFrom);
         }
         if !is_absolute(&config.problem_base) {
             return Err(ConfigError::ProblemBase(config.problem_base));
@@ -552,6 +593,27 @@ mod tests {
         assert!(four.clone().build().is_ok());
         let error = four.also_accept(Recipe::new()).build().unwrap_err();
         assert_eq!(error, ConfigError::TooManyRecipes { given: 5, max: 4 });
+    }
+
+    #[test]
+    fn keys_come_from_somewhere_and_never_from_a_content_that_is_ignored() {
+        assert_eq!(builder().key_headers([]).build().unwrap_err(), ConfigError::NoKeyHeaders);
+        let pointer = JsonPointer::from_static("/idempotency_key");
+        assert!(builder().key_headers([]).key_from_body(pointer).build().is_ok());
+        let minutes = Duration::from_secs(300);
+        let derived = || builder().key_headers([]).key_from_content(minutes);
+        assert_eq!(derived().build().unwrap().policy.terms.retention, minutes);
+        let error = derived().fingerprint(Recipe::ignoring_content()).build().unwrap_err();
+        assert_eq!(error, ConfigError::ContentIgnored);
+    }
+
+    #[test]
+    fn fields_can_only_be_excluded_from_bodies_that_are_read() {
+        let excluding = |recipe: Recipe| recipe.exclude(JsonPointer::from_static("/sent_at"));
+        let error = builder().fingerprint(excluding(Recipe::new())).build().unwrap_err();
+        assert_eq!(error, ConfigError::NothingToExcludeFrom);
+        let read = excluding(Recipe::new().canonical_form());
+        assert!(builder().fingerprint(read).build().is_ok());
     }
 
     #[test]
