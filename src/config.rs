@@ -64,6 +64,20 @@ impl Recovery {
     }
 }
 
+/// What refusals look like. The handler's own errors are its own business.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+#[non_exhaustive]
+pub enum ErrorFlavour {
+    /// Problem documents (RFC 9457), with an `error` object for payment SDKs. A key that was used
+    /// with another request is 422, as in the IETF draft.
+    #[default]
+    Problem,
+    /// `{"error": {"type", "code", "message", ..}}` as `application/json`, as at Stripe. A key that
+    /// was used with another request is 400 with the type `idempotency_error`, which is what
+    /// Stripe's clients make their idempotency error of; at 422 they do not.
+    Stripe,
+}
+
 /// The rules of a route, checked and unchangeable. Made by [`Config::builder`].
 #[derive(Clone, Debug)]
 pub struct Config {
@@ -79,6 +93,7 @@ pub struct Config {
     pub(crate) response_limit: usize,
     pub(crate) response_timeout: Duration,
     pub(crate) problem_base: String,
+    pub(crate) error_flavour: ErrorFlavour,
     pub(crate) policy: Policy,
 }
 
@@ -185,6 +200,7 @@ impl Config {
                 response_limit: BODY_LIMIT,
                 response_timeout: RESPONSE_TIMEOUT,
                 problem_base: PROBLEM_BASE.to_owned(),
+                error_flavour: ErrorFlavour::default(),
                 policy: Policy {
                     terms: Terms {
                         lease: LEASE,
@@ -348,6 +364,12 @@ impl ConfigBuilder {
     /// What problem types start with; the code follows. For APIs that document them themselves.
     pub fn problem_base(mut self, base: impl Into<String>) -> Self {
         self.config.problem_base = base.into();
+        self
+    }
+
+    /// What refusals look like.
+    pub fn error_flavour(mut self, flavour: ErrorFlavour) -> Self {
+        self.config.error_flavour = flavour;
         self
     }
 

@@ -21,8 +21,8 @@ pub mod store;
 mod token;
 
 pub use config::{
-    Config, ConfigBuilder, IDEMPOTENCY_KEY, IDEMPOTENCY_STATUS, IDEMPOTENT_REPLAYED, MissingKey,
-    Recovery, STRIPE_SHOULD_RETRY, StoreDown,
+    Config, ConfigBuilder, ErrorFlavour, IDEMPOTENCY_KEY, IDEMPOTENCY_STATUS, IDEMPOTENT_REPLAYED,
+    MissingKey, Recovery, STRIPE_SHOULD_RETRY, StoreDown,
 };
 pub use engine::{Drained, Engine, Execution, WaitLimits};
 pub use error::{ConfigError, Rejection, RejectionKind, StoreError, StoreErrorKind};

@@ -8,7 +8,7 @@ use clap::builder::BoolishValueParser;
 use clap::error::ErrorKind;
 use clap::{CommandFactory as _, Parser, ValueEnum};
 use http::Method;
-use tower_idempotency::{Config, ConfigBuilder, ConfigError, MissingKey, Recovery};
+use tower_idempotency::{Config, ConfigBuilder, ConfigError, ErrorFlavour, MissingKey, Recovery};
 
 use crate::account;
 use crate::store::StoreUrl;
@@ -89,6 +89,9 @@ pub(crate) struct Rules {
     pub(crate) required: Config,
     /// For voids: DELETE, with a key or without.
     pub(crate) optional: Config,
+    /// For the routes in Stripe's shape: POST, with a key or without.
+    pub(crate) stripe: Config,
+    pub(crate) flavour: ErrorFlavour,
     pub(crate) body_limit: usize,
     pub(crate) note: Option<String>,
 }
@@ -104,9 +107,6 @@ impl Flags {
     }
 
     fn rules(&self) -> Result<Rules, String> {
-        if self.stripe_errors {
-            return Err("--stripe-errors is not supported by this build yet".to_owned());
-        }
         let recovery = match self.recovery {
             RecoveryMode::AtMostOnce => Recovery::AtMostOnce,
             RecoveryMode::AtLeastOnce => Recovery::AtLeastOnce,
@@ -116,6 +116,10 @@ impl Flags {
         };
         let (lease, note) = self.lease();
         let body_limit = self.body_limit as usize;
+        let flavour = match self.stripe_errors {
+            true => ErrorFlavour::Stripe,
+            false => ErrorFlavour::Problem,
+        };
         let common = || {
             Config::builder()
                 .scope(account::scope())
@@ -123,6 +127,7 @@ impl Flags {
                 .retention(self.retention)
                 .wait(self.wait)
                 .recovery(recovery)
+                .error_flavour(flavour)
                 .request_limit(body_limit)
                 .response_limit(self.response_limit as usize)
         };
@@ -133,6 +138,8 @@ impl Flags {
             optional: build(
                 common().methods([Method::DELETE]).missing_key(MissingKey::PassThrough),
             )?,
+            stripe: build(common().methods([Method::POST]).missing_key(MissingKey::PassThrough))?,
+            flavour,
             body_limit,
             note,
         })
@@ -192,6 +199,8 @@ mod tests {
     fn the_defaults_are_valid() {
         Flags::command().debug_assert();
         assert_eq!(rules(&[]).unwrap().note, None);
+        assert_eq!(rules(&[]).unwrap().flavour, ErrorFlavour::Problem);
+        assert_eq!(rules(&["--stripe-errors"]).unwrap().flavour, ErrorFlavour::Stripe);
     }
 
     #[test]
@@ -222,7 +231,6 @@ mod tests {
     #[test]
     fn what_is_not_built_yet_is_refused_by_name() {
         assert!(rules(&["--recovery", "reconcile"]).unwrap_err().contains("not supported"));
-        assert!(rules(&["--stripe-errors"]).unwrap_err().contains("not supported"));
         assert!(rules(&["--recovery", "maybe"]).is_err());
     }
 }

@@ -71,6 +71,16 @@ pub(crate) struct Payment {
     pub(crate) padding: Option<String>,
 }
 
+impl Payment {
+    pub(crate) fn is_refunded(&self) -> bool {
+        self.status == "refunded"
+    }
+
+    pub(crate) fn is_voided(&self) -> bool {
+        self.status == "voided"
+    }
+}
+
 /// A refund as the API shows it.
 #[derive(Debug, Serialize)]
 pub(crate) struct Refund {
@@ -122,6 +132,7 @@ const SCHEMA: &str = "
     );
     CREATE INDEX IF NOT EXISTS ledger_by_payment ON ledger (payment, action);
     CREATE INDEX IF NOT EXISTS ledger_by_account ON ledger (account, action, seq);
+    CREATE INDEX IF NOT EXISTS ledger_by_refund ON ledger (refund) WHERE refund IS NOT NULL;
     CREATE INDEX IF NOT EXISTS ledger_by_provider_key ON ledger (provider_key);
     CREATE VIEW IF NOT EXISTS payments AS
         SELECT charge.*,
@@ -290,6 +301,13 @@ impl Ledger {
     /// A payment of this account.
     pub(crate) async fn payment(&self, account: &str, id: &str) -> Result<Option<Payment>> {
         self.payment_row(account, id).await?.as_ref().map(payment).transpose()
+    }
+
+    /// A refund of this account.
+    pub(crate) async fn refund_of(&self, account: &str, id: &str) -> Result<Option<Refund>> {
+        let query = "SELECT * FROM ledger WHERE refund = ?1 AND account = ?2";
+        let row = sqlx::query(query).bind(id).bind(account).fetch_optional(&self.reader).await?;
+        row.as_ref().map(refund).transpose()
     }
 
     /// This account's newest payments, and how many it has in all.

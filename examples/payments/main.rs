@@ -20,12 +20,14 @@ mod account;
 mod answer;
 mod app;
 mod flags;
+mod form;
 mod ledger;
 mod payments;
 mod serve;
 mod source;
 mod store;
 mod stream;
+mod stripe;
 
 use app::App;
 use flags::{Flags, RecoveryMode, Rules};

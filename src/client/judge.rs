@@ -150,7 +150,8 @@ impl Said {
         let code = document["code"].as_str().or_else(|| error["code"].as_str());
         Self {
             code: code.map(str::to_owned),
-            safe_new_key: document["safe_new_key"].as_bool(),
+            // In a problem document beside the code, in a Stripe-shaped error with it.
+            safe_new_key: document["safe_new_key"].as_bool().or(error["safe_new_key"].as_bool()),
             is_idempotency_error: error["type"] == "idempotency_error",
         }
     }

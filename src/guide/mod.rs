@@ -7,6 +7,7 @@
 //! | [problems] | every refusal: what it means, what the client should do |
 //! | [defaults] | every default and its reason, and where this crate departs from others |
 //! | [layers] | where the layer goes among others |
+//! | [openapi] | what to add to an OpenAPI document, with the fragment to merge |
 //! | [redis](mod@redis) | what Redis must be like |
 //! | [architecture] | the house: floors, invariants, where to change what |
 
@@ -18,6 +19,12 @@ pub mod defaults {}
 pub mod guarantees {}
 #[doc = include_str!("layers.md")]
 pub mod layers {}
+#[doc = include_str!("openapi.md")]
+pub mod openapi {
+    /// The fragment: an OpenAPI 3.1 document in YAML with nothing but `components`. The same as
+    /// `openapi/idempotency.yaml` in the sources.
+    pub const FRAGMENT: &str = include_str!("../../openapi/idempotency.yaml");
+}
 #[doc = include_str!("problems.md")]
 pub mod problems {}
 #[doc = include_str!("redis.md")]

@@ -1,7 +1,7 @@
 //! Refusals as HTTP: the only place that knows status codes, problem types and retry advice.
 //!
 //! Problem documents (RFC 9457) carry an `error` object as well, because stripe-node reads a document
-//! without one as success.
+//! without one as success. In Stripe's flavour there is nothing but that object.
 
 use std::time::Duration;
 
@@ -10,7 +10,7 @@ use http::header::{CACHE_CONTROL, CONTENT_TYPE, LINK, LOCATION, RETRY_AFTER};
 use http::{HeaderMap, HeaderValue, Response, StatusCode};
 use serde::Serialize;
 
-use crate::config::STRIPE_SHOULD_RETRY;
+use crate::config::{Config, ErrorFlavour, STRIPE_SHOULD_RETRY};
 use crate::error::{Rejection, RejectionKind};
 
 /// What a client is told about one kind of refusal.
@@ -28,7 +28,7 @@ struct Advice {
 
 #[derive(Serialize)]
 struct Problem<'a> {
-    r#type: String,
+    r#type: &'a str,
     title: &'a str,
     status: u16,
     detail: &'a str,
@@ -48,51 +48,72 @@ struct ErrorObject<'a> {
     message: &'a str,
 }
 
+/// What Stripe's clients know: `{"error": {..}}`, with what they do not know added inside.
+#[derive(Serialize)]
+struct StripeDocument<'a> {
+    error: StripeError<'a>,
+}
+
+#[derive(Serialize)]
+struct StripeError<'a> {
+    #[serde(flatten)]
+    object: ErrorObject<'a>,
+    doc_url: &'a str,
+    safe_new_key: bool,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    original_status: Option<u16>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    original_location: Option<&'a str>,
+}
+
 const INVALID_REQUEST: &str = "invalid_request_error";
 const IDEMPOTENCY: &str = "idempotency_error";
 const API: &str = "api_error";
 
-/// The response for a refusal; `base` is what problem types start with.
-pub(super) fn response(rejection: &Rejection, base: &str) -> Response<Bytes> {
-    let advice = advice(rejection.kind());
-    let (original_status, original_location) = match rejection.kind() {
-        RejectionKind::ResultUnavailable { status, location } => {
-            (Some(status.as_u16()), location.as_ref())
+/// The response for a refusal.
+pub(super) fn response(rejection: &Rejection, config: &Config) -> Response<Bytes> {
+    let (base, flavour) = (&config.problem_base, config.error_flavour);
+    let mut advice = advice(rejection.kind());
+    if flavour == ErrorFlavour::Stripe && *rejection.kind() == RejectionKind::KeyReused {
+        // Stripe's clients make an idempotency error of this type only at 400 and 404.
+        advice.status = StatusCode::BAD_REQUEST;
+    }
+    let (original_status, original_location) = original(rejection.kind());
+    let r#type = format!("{base}{}", advice.code);
+    let error =
+        ErrorObject { r#type: advice.error_type, code: advice.code, message: &advice.detail };
+    let original_text = original_location.and_then(|location| location.to_str().ok());
+    let (media_type, body) = match flavour {
+        ErrorFlavour::Problem => {
+            let problem = Problem {
+                r#type: &r#type,
+                title: advice.title,
+                status: advice.status.as_u16(),
+                detail: &advice.detail,
+                code: advice.code,
+                safe_new_key: advice.safe_new_key,
+                original_status,
+                original_location: original_text,
+                error,
+            };
+            ("application/problem+json", serde_json::to_vec(&problem))
         }
-        RejectionKind::KeyMissing
-        | RejectionKind::KeyInvalid(_)
-        | RejectionKind::KeyReused
-        | RejectionKind::KeyInUse
-        | RejectionKind::OutcomeUnknown
-        | RejectionKind::HandlerFailed
-        | RejectionKind::RequestTooLarge { .. }
-        | RejectionKind::RequestIncomplete
-        | RejectionKind::StoreUnavailable
-        | RejectionKind::RecordUnreadable
-        | RejectionKind::ScopeMissing
-        | RejectionKind::TooManyWaiting
-        | RejectionKind::TooManyInFlight => (None, None),
+        ErrorFlavour::Stripe => {
+            let error = StripeError {
+                object: error,
+                doc_url: &r#type,
+                safe_new_key: advice.safe_new_key,
+                original_status,
+                original_location: original_text,
+            };
+            ("application/json", serde_json::to_vec(&StripeDocument { error }))
+        }
     };
-    let problem = Problem {
-        r#type: format!("{base}{}", advice.code),
-        title: advice.title,
-        status: advice.status.as_u16(),
-        detail: &advice.detail,
-        code: advice.code,
-        safe_new_key: advice.safe_new_key,
-        original_status,
-        original_location: original_location.and_then(|location| location.to_str().ok()),
-        error: ErrorObject {
-            r#type: advice.error_type,
-            code: advice.code,
-            message: &advice.detail,
-        },
-    };
-    let body = serde_json::to_vec(&problem).expect("a problem is text and numbers");
+    let body = body.expect("a problem is text and numbers");
     let mut response = Response::new(Bytes::from(body));
     *response.status_mut() = advice.status;
     let headers = response.headers_mut();
-    headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/problem+json"));
+    headers.insert(CONTENT_TYPE, HeaderValue::from_static(media_type));
     headers.insert(CACHE_CONTROL, HeaderValue::from_static("no-store"));
     headers.insert(STRIPE_SHOULD_RETRY, flag(advice.retry));
     if let Some(location) = original_location {
@@ -101,7 +122,7 @@ pub(super) fn response(rejection: &Rejection, base: &str) -> Response<Bytes> {
     match rejection.kind() {
         RejectionKind::KeyMissing | RejectionKind::KeyInvalid(_) => {
             // Where the rules for keys are written (IETF draft, 2.7).
-            let link = HeaderValue::try_from(format!("<{}>; rel=\"describedby\"", problem.r#type));
+            let link = HeaderValue::try_from(format!("<{}>; rel=\"describedby\"", r#type));
             if let Ok(link) = link {
                 headers.insert(LINK, link);
             }
@@ -120,6 +141,28 @@ pub(super) fn response(rejection: &Rejection, base: &str) -> Response<Bytes> {
         | RejectionKind::ScopeMissing => {}
     }
     response
+}
+
+/// Status and place of an answer that was not kept.
+fn original(kind: &RejectionKind) -> (Option<u16>, Option<&HeaderValue>) {
+    match kind {
+        RejectionKind::ResultUnavailable { status, location } => {
+            (Some(status.as_u16()), location.as_ref())
+        }
+        RejectionKind::KeyMissing
+        | RejectionKind::KeyInvalid(_)
+        | RejectionKind::KeyReused
+        | RejectionKind::KeyInUse
+        | RejectionKind::OutcomeUnknown
+        | RejectionKind::HandlerFailed
+        | RejectionKind::RequestTooLarge { .. }
+        | RejectionKind::RequestIncomplete
+        | RejectionKind::StoreUnavailable
+        | RejectionKind::RecordUnreadable
+        | RejectionKind::ScopeMissing
+        | RejectionKind::TooManyWaiting
+        | RejectionKind::TooManyInFlight => (None, None),
+    }
 }
 
 /// Marks a stored server error as final, so that SDKs do not retry what will only be replayed.
@@ -299,10 +342,13 @@ fn advice(kind: &RejectionKind) -> Advice {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeSet;
+
     use serde_json::Value;
 
     use super::*;
     use crate::key::KeyError;
+    use crate::scope::Scope;
 
     fn kinds() -> Vec<RejectionKind> {
         vec![
@@ -326,10 +372,19 @@ mod tests {
         ]
     }
 
-    fn read(kind: RejectionKind) -> (Response<Bytes>, Value) {
-        let response = response(&Rejection::new(kind), "https://api.example/problems/");
+    fn config(flavour: ErrorFlavour) -> Config {
+        let builder = Config::builder().scope(Scope::global()).error_flavour(flavour);
+        builder.problem_base("https://api.example/problems/").build().unwrap()
+    }
+
+    fn read_as(flavour: ErrorFlavour, kind: RejectionKind) -> (Response<Bytes>, Value) {
+        let response = response(&Rejection::new(kind), &config(flavour));
         let body = serde_json::from_slice(response.body()).unwrap();
         (response, body)
+    }
+
+    fn read(kind: RejectionKind) -> (Response<Bytes>, Value) {
+        read_as(ErrorFlavour::Problem, kind)
     }
 
     #[test]
@@ -392,7 +447,8 @@ mod tests {
     fn retry_after_is_whole_seconds_rounded_up_and_at_least_one() {
         let header = |after| {
             let rejection = Rejection::new(RejectionKind::KeyInUse).with_retry_after(after);
-            response(&rejection, "x:").headers()[RETRY_AFTER].to_str().unwrap().to_owned()
+            let config = config(ErrorFlavour::Problem);
+            response(&rejection, &config).headers()[RETRY_AFTER].to_str().unwrap().to_owned()
         };
         assert_eq!(header(Duration::ZERO), "1");
         assert_eq!(header(Duration::from_millis(1)), "1");
@@ -406,5 +462,118 @@ mod tests {
         assert_eq!(body["original_status"], 201);
         assert_eq!(body["original_location"], "/p/1");
         assert_eq!(response.headers()[LOCATION], "/p/1");
+    }
+
+    #[test]
+    fn in_stripes_flavour_only_the_shape_and_the_status_of_a_reused_key_differ() {
+        for kind in kinds() {
+            let (plain, problem) = read(kind.clone());
+            let (response, body) = read_as(ErrorFlavour::Stripe, kind.clone());
+            let reused = kind == RejectionKind::KeyReused;
+            let status = if reused { StatusCode::BAD_REQUEST } else { plain.status() };
+            assert_eq!(response.status(), status);
+            assert_eq!(response.headers()[CONTENT_TYPE], "application/json");
+            for name in [CACHE_CONTROL, LINK, LOCATION, RETRY_AFTER, STRIPE_SHOULD_RETRY] {
+                assert_eq!(response.headers().get(&name), plain.headers().get(&name), "{name}");
+            }
+            assert_eq!(body.as_object().unwrap().len(), 1, "nothing but the error: {body}");
+            let error = &body["error"];
+            for name in ["type", "code", "message"] {
+                assert_eq!(error[name], problem["error"][name]);
+            }
+            assert_eq!(error["doc_url"], problem["type"]);
+            for name in ["safe_new_key", "original_status", "original_location"] {
+                assert_eq!(error[name], problem[name]);
+            }
+            assert_eq!(
+                error["type"] == "idempotency_error",
+                problem["error"]["type"] == IDEMPOTENCY
+            );
+        }
+    }
+
+    /// Status and code of every refusal.
+    fn answered() -> BTreeSet<(u16, String)> {
+        let pair = |kind| {
+            let (response, body) = read(kind);
+            (response.status().as_u16(), body["code"].as_str().unwrap().to_owned())
+        };
+        kinds().into_iter().map(pair).collect()
+    }
+
+    /// The codes in the first `enum` under `code`, wherever it stands.
+    fn codes(value: &Value) -> Vec<String> {
+        match value {
+            Value::Object(object) => match object.get("code").and_then(|code| code.get("enum")) {
+                Some(codes) => {
+                    let codes = codes.as_array().unwrap().iter();
+                    codes.map(|code| code.as_str().unwrap().to_owned()).collect()
+                }
+                None => object.values().flat_map(codes).collect(),
+            },
+            Value::Array(values) => values.iter().flat_map(codes).collect(),
+            Value::Null | Value::Bool(_) | Value::Number(_) | Value::String(_) => Vec::new(),
+        }
+    }
+
+    fn described<'a>(
+        responses: impl Iterator<Item = (&'a str, &'a Value)>,
+    ) -> BTreeSet<(u16, String)> {
+        let of_this_layer = |code: &String| code.starts_with("idempotency_");
+        let pairs = |(status, response): (&str, &Value)| {
+            let status: u16 = status.parse().unwrap();
+            codes(response)
+                .into_iter()
+                .filter(of_this_layer)
+                .map(move |code| (status, code))
+                .collect()
+        };
+        responses.flat_map::<Vec<_>, _>(pairs).collect()
+    }
+
+    fn yaml(text: &str) -> Value {
+        serde_yaml_ng::from_str(text).unwrap()
+    }
+
+    #[test]
+    fn the_sandboxs_openapi_document_has_every_code_at_its_status_and_no_other() {
+        let document = yaml(include_str!("../../openapi.yaml"));
+        let resolve = |response: &Value| match response["$ref"].as_str() {
+            Some(path) => document.pointer(path.trim_start_matches('#')).unwrap().clone(),
+            None => response.clone(),
+        };
+        for (path, item) in document["paths"].as_object().unwrap() {
+            for method in ["post", "delete"] {
+                let Some(operation) = item.get(method) else { continue };
+                let responses = operation["responses"].as_object().unwrap();
+                let responses: Vec<_> =
+                    responses.iter().map(|(status, it)| (status.as_str(), resolve(it))).collect();
+                let responses = responses.iter().map(|(status, response)| (*status, response));
+                assert_eq!(described(responses), answered(), "{method} {path}");
+            }
+        }
+    }
+
+    #[test]
+    fn the_fragment_for_other_documents_has_every_code_at_its_status_and_no_other() {
+        let fragment = yaml(include_str!("../../openapi/idempotency.yaml"));
+        let responses = fragment["components"]["responses"].as_object().unwrap().iter();
+        let responses =
+            responses.map(|(name, response)| (name.strip_prefix("Idempotency").unwrap(), response));
+        assert_eq!(described(responses), answered());
+    }
+
+    #[test]
+    fn the_guide_and_the_readme_explain_every_code() {
+        let guide = include_str!("../guide/problems.md");
+        let readme = include_str!("../../README.md");
+        let headings: BTreeSet<&str> =
+            guide.lines().filter_map(|line| line.strip_prefix("## ")).collect();
+        let answered = answered();
+        let all: BTreeSet<&str> = answered.iter().map(|(_, code)| code.as_str()).collect();
+        assert_eq!(headings, all);
+        for (status, code) in &answered {
+            assert!(readme.contains(&format!("| {status} | `{code}` |")), "{status} {code}");
+        }
     }
 }

@@ -322,7 +322,7 @@ fn replay<B>(stored: StoredResponse, config: &Config) -> Response<ResponseBody<B
 }
 
 pub(super) fn refusal<B>(rejection: Rejection, config: &Config) -> Response<ResponseBody<B>> {
-    let response = problem::response(&rejection, &config.problem_base);
+    let response = problem::response(&rejection, config);
     let mut response = response.map(ResponseBody::full);
     response.extensions_mut().insert(rejection);
     response

@@ -277,6 +277,11 @@ impl Call {
         self.header("content-type", "application/json")
     }
 
+    pub(crate) fn form(mut self, body: impl Into<Bytes>) -> Self {
+        self.body = body.into();
+        self.header("content-type", "application/x-www-form-urlencoded")
+    }
+
     fn into_request(self) -> Request<Full<Bytes>> {
         let mut request = Request::builder().method(self.method).uri(self.path);
         request = request.header("host", "sandbox.test");

@@ -1,0 +1,26 @@
+//! The HTTP contract, case by case. `cases.md` says which test stands for which case, and why some
+//! are not tested here.
+
+#![allow(
+    clippy::unwrap_used,
+    reason = "a test fails by panicking, and its helpers stand outside of test functions"
+)]
+
+mod activation;
+mod concurrency;
+mod crash;
+mod extractors;
+mod fingerprint;
+mod harness;
+mod key_syntax;
+mod outcomes;
+mod replay;
+mod retention;
+mod scope;
+mod store_failure;
+mod table;
+mod tower_contract;
+mod unwinding;
+mod wire_answers;
+mod wire_requests;
+mod wire_streams;
