@@ -18,7 +18,7 @@ mod settle;
 mod tests;
 mod wait;
 
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 use std::fmt;
 use std::future::Future;
 use std::panic::AssertUnwindSafe;
@@ -33,7 +33,7 @@ use tokio::sync::oneshot;
 use tokio::time::{Instant, sleep, timeout};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
-use tracing::Instrument as _;
+use tracing::{Instrument as _, Span};
 
 pub use execution::Execution;
 pub use wait::WaitLimits;
@@ -48,7 +48,7 @@ use crate::scope::{CallerId, DownstreamSeed, StorageKey};
 use crate::store::{Lease, Store};
 use crate::token::{Attempt, Fence, HolderId};
 use keeper::Kept;
-use observe::{Gauge, Seen};
+use observe::{Gauge, Seen, Waiting};
 use quota::Quota;
 use settle::Settled;
 use wait::Room;
@@ -66,7 +66,7 @@ struct Shared {
     quota: Arc<Quota>,
     tracker: TaskTracker,
     closing: CancellationToken,
-    running: Mutex<HashMap<u64, Running>>,
+    running: Mutex<BTreeMap<u64, Running>>,
     next_run: AtomicU64,
 }
 
@@ -75,6 +75,7 @@ struct Running {
     lease: Arc<Lease>,
     policy: Policy,
     lost: CancellationToken,
+    since: Instant,
 }
 
 /// A request as the engine sees it.
@@ -86,6 +87,8 @@ pub(crate) struct Call {
     pub(crate) seed: DownstreamSeed,
     pub(crate) fingerprints: Fingerprints,
     pub(crate) policy: Policy,
+    /// The span the request came in, for its handler: handlers record fields in it.
+    pub(crate) span: Span,
 }
 
 /// What a handler is told when it is started.
@@ -213,7 +216,20 @@ impl Engine {
         Drained { unfinished }
     }
 
-    fn running(&self) -> MutexGuard<'_, HashMap<u64, Running>> {
+    /// For how long the oldest handler that runs now has been running.
+    #[must_use]
+    pub fn oldest_in_flight(&self) -> Option<Duration> {
+        // Numbered in the order of their starts.
+        self.running().first_key_value().map(|(_, run)| run.since.elapsed())
+    }
+
+    /// Brings the gauges that age by themselves up to date: call it before metrics are read. Without it they
+    /// are as old as the last start, end or renewal of a handler.
+    pub fn refresh_gauges(&self) {
+        observe::oldest(self.oldest_in_flight());
+    }
+
+    fn running(&self) -> MutexGuard<'_, BTreeMap<u64, Running>> {
         // Nothing that can panic runs while the map is half changed.
         self.0.running.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -239,13 +255,14 @@ impl Engine {
             return Conclusion::Refused(rejection);
         };
         let (answer, answered) = oneshot::channel();
+        let span = observe::span(call.storage_key, &call.span);
         let engine = self.clone();
         let task = async move {
             engine.conduct(call, handler, answer).await;
             // The handler counts to its end, not only for as long as its client stays.
             drop(place);
         };
-        self.0.tracker.spawn(task.in_current_span());
+        self.0.tracker.spawn(task.instrument(span));
         // The task answers unless the runtime ends under it; then nobody knows what it had done.
         answered.await.unwrap_or_else(|_| Conclusion::refused(RejectionKind::OutcomeUnknown))
     }
@@ -341,7 +358,7 @@ impl Engine {
                 return in_use();
             }
             if seat.is_none() {
-                seat = self.0.room.take_seat(call.storage_key).map(|seat| (seat, Gauge::waiting()));
+                seat = self.0.room.take_seat(call.storage_key).map(|seat| (seat, Waiting::begin()));
             }
             let Some((seat, _)) = &mut seat else {
                 return Claimed::refused(
@@ -372,7 +389,10 @@ impl Engine {
             let bound = policy.store_call.min(deadline.saturating_duration_since(Instant::now()));
             let call = self.0.store.claim(key, claim);
             let error = match self.timed("claim", bound, call).await {
-                Ok(outcome) => return Ok(outcome),
+                Ok(outcome) => {
+                    observe::claimed(&outcome);
+                    return Ok(outcome);
+                }
                 Err(error) => error,
             };
             tries += 1;
@@ -415,6 +435,7 @@ impl Engine {
             Ok(since) => since,
             Err(rejection) => return Some(Conclusion::Refused(rejection)),
         };
+        observe::granted(lease.grant());
         if lease.grant().takeover {
             observe::takeover();
         }
@@ -429,7 +450,7 @@ impl Engine {
         let kept = Kept { engine: self, lease: &lease, policy, since, lost: &lost };
         let work = async {
             // The call itself may panic, not only the future it makes.
-            let ran = async { handler(input).await };
+            let ran = async { handler(input).await }.instrument(call.span.clone());
             let ran = AssertUnwindSafe(ran).catch_unwind().await;
             let settle = match &ran {
                 Ok(ran) => ran.settle.clone(),
@@ -490,7 +511,8 @@ impl Engine {
     {
         let execution = Execution::unprotected(&call.key, call.seed);
         let input = Run { execution, attachments: http::Extensions::new(), may_repeat: false };
-        let ran = AssertUnwindSafe(async { handler(input).await }).catch_unwind().await;
+        let ran = async { handler(input).await }.instrument(call.span.clone());
+        let ran = AssertUnwindSafe(ran).catch_unwind().await;
         // The claim may have reached the store after all. If so this settles it; if the store
         // comes back in time, the answer is kept for retries.
         let (settle, conclusion) = match ran {
@@ -534,7 +556,8 @@ impl Engine {
                 Err(StoreError::new(kind, self.0.store.name(), verb).with_source(elapsed))
             }
         };
-        observe::store_call(&*self.0.store, verb, sent.elapsed());
+        let kind = result.as_ref().err().map(StoreError::kind);
+        observe::store_call(&*self.0.store, verb, sent.elapsed(), kind);
         result
     }
 
@@ -545,8 +568,9 @@ impl Engine {
         lost: &CancellationToken,
     ) -> Registered {
         let id = self.0.next_run.fetch_add(1, Ordering::Relaxed);
-        let run = Running { lease: Arc::clone(lease), policy: *policy, lost: lost.clone() };
-        self.running().insert(id, run);
+        let (lease, lost, since) = (Arc::clone(lease), lost.clone(), Instant::now());
+        self.running().insert(id, Running { lease, policy: *policy, lost, since });
+        self.refresh_gauges();
         Registered { engine: self.clone(), id }
     }
 }
@@ -570,6 +594,7 @@ struct Registered {
 impl Drop for Registered {
     fn drop(&mut self) {
         self.engine.running().remove(&self.id);
+        self.engine.refresh_gauges();
     }
 }
 
@@ -613,7 +638,7 @@ impl<T> Conclusion<T> {
             Self::NotStored(_) => observe::seen(Seen::NotStored, key, elapsed),
             Self::Unprotected(_) => observe::seen(Seen::Unprotected, key, elapsed),
             Self::Replay(_) => observe::seen(Seen::Replayed, key, elapsed),
-            Self::Refused(rejection) => observe::refused(rejection.kind(), Some(key)),
+            Self::Refused(rejection) => observe::concluded(rejection.kind(), key, elapsed),
         }
     }
 }

@@ -7,6 +7,7 @@
 //! | [problems] | every refusal: what it means, what the client should do |
 //! | [defaults] | every default and its reason, and where this crate departs from others |
 //! | [layers] | where the layer goes among others |
+//! | [operations] | running it: which numbers should wake someone up |
 //! | [openapi] | what to add to an OpenAPI document, with the fragment to merge |
 //! | [redis](mod@redis) | what Redis must be like |
 //! | [architecture] | the house: floors, invariants, where to change what |
@@ -19,6 +20,8 @@ pub mod defaults {}
 pub mod guarantees {}
 #[doc = include_str!("layers.md")]
 pub mod layers {}
+#[doc = include_str!("operations.md")]
+pub mod operations {}
 #[doc = include_str!("openapi.md")]
 pub mod openapi {
     /// The fragment: an OpenAPI 3.1 document in YAML with nothing but `components`. The same as

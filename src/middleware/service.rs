@@ -12,6 +12,7 @@ use http_body::Body;
 use http_body_util::{BodyExt as _, LengthLimitError, Limited};
 use tokio::time::timeout;
 use tower_service::Service;
+use tracing::Span;
 
 use super::answer::{Answer, judge};
 use super::body::ResponseBody;
@@ -186,7 +187,8 @@ where
     };
     let fingerprints = fingerprints(&config, &parts, &path, &body);
     let policy = config.policy;
-    let call = Call { key: key.clone(), storage_key, caller, seed, fingerprints, policy };
+    let span = Span::current();
+    let call = Call { key: key.clone(), storage_key, caller, seed, fingerprints, policy, span };
     let mut handler =
         Handler { ready: Some(ready), parts: Some(parts), body, config: Arc::clone(&config) };
     let conclusion = engine.execute(call, move |run| handler.start(run)).await;
