@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use http::header::{LOCATION, RETRY_AFTER};
 use http::{HeaderName, Method};
 
 use crate::error::ConfigError;
@@ -19,6 +20,17 @@ pub const IDEMPOTENT_REPLAYED: HeaderName = HeaderName::from_static("idempotent-
 pub const IDEMPOTENCY_STATUS: HeaderName = HeaderName::from_static("idempotency-status");
 /// The header that payment SDKs obey before they look at a status.
 pub const STRIPE_SHOULD_RETRY: HeaderName = HeaderName::from_static("stripe-should-retry");
+
+/// The response headers of this layer that scripts in browsers want to read, with those that it
+/// gives a meaning to: for `CorsLayer::expose_headers`. (For requests, allow [`IDEMPOTENCY_KEY`].)
+pub const EXPOSED_HEADERS: [HeaderName; 6] = [
+    IDEMPOTENCY_KEY,
+    IDEMPOTENT_REPLAYED,
+    IDEMPOTENCY_STATUS,
+    STRIPE_SHOULD_RETRY,
+    RETRY_AFTER,
+    LOCATION,
+];
 
 /// What happens to a request without a key.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]

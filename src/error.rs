@@ -185,6 +185,9 @@ pub enum RejectionKind {
     OutcomeUnknown,
     /// The handler panicked, or its answer broke off, in this very request.
     HandlerFailed,
+    /// The handler failed in this very request, and the store undid everything that it wrote: the
+    /// key is free, and the same request may be sent again.
+    RolledBack,
     /// The operation is done, and its answer was not kept.
     ResultUnavailable {
         /// The status of the original answer.

@@ -21,8 +21,8 @@ pub mod store;
 mod token;
 
 pub use config::{
-    Config, ConfigBuilder, ErrorFlavour, IDEMPOTENCY_KEY, IDEMPOTENCY_STATUS, IDEMPOTENT_REPLAYED,
-    MissingKey, Recovery, STRIPE_SHOULD_RETRY, StoreDown,
+    Config, ConfigBuilder, EXPOSED_HEADERS, ErrorFlavour, IDEMPOTENCY_KEY, IDEMPOTENCY_STATUS,
+    IDEMPOTENT_REPLAYED, MissingKey, Recovery, STRIPE_SHOULD_RETRY, StoreDown,
 };
 pub use engine::{Drained, Engine, Execution, WaitLimits};
 pub use error::{ConfigError, Rejection, RejectionKind, StoreError, StoreErrorKind};
@@ -33,5 +33,11 @@ pub use response::{CodecError, HeaderRules, StoredBody, StoredResponse};
 pub use scope::{DownstreamSeed, Identity, Scope, StorageKey};
 #[cfg(feature = "redis")]
 pub use store::redis::RedisStore;
+#[cfg(any(feature = "postgres", feature = "sqlite"))]
+pub use store::sql::Tx;
+#[cfg(feature = "postgres")]
+pub use store::sql::{PostgresLeaseStore, PostgresStore};
+#[cfg(feature = "sqlite")]
+pub use store::sql::{SqliteLeaseStore, SqliteStore};
 pub use store::{Lease, MemoryStore, Store};
 pub use token::{Attempt, Fence, HolderId};

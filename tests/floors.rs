@@ -158,7 +158,14 @@ fn breaches(path: &str, text: &str) -> Vec<String> {
     }
     if here.floor <= EDGE && path != "store/mod.rs" {
         let own = |kind: &str| here.floor == STORES_FLOOR && kind.to_lowercase() == here.unit;
-        for (kind, name) in [("memory", "MemoryStore"), ("redis", "RedisStore")] {
+        for (kind, name) in [
+            ("memory", "MemoryStore"),
+            ("redis", "RedisStore"),
+            ("sql", "PostgresStore"),
+            ("sql", "PostgresLeaseStore"),
+            ("sql", "SqliteStore"),
+            ("sql", "SqliteLeaseStore"),
+        ] {
             if !own(kind) {
                 forbid(&[name], "nothing but a store itself knows which store it is");
             }

@@ -42,13 +42,14 @@ use crate::config::{Policy, StoreDown};
 use crate::error::{Rejection, RejectionKind, StoreError, StoreErrorKind};
 use crate::fingerprint::Fingerprints;
 use crate::key::IdempotencyKey;
-use crate::record::{Claim, ClaimOutcome, Grant, Millis, RenewOutcome, Renewal, Verdict};
+use crate::record::{Claim, ClaimOutcome, Grant, Millis, RenewOutcome, Renewal, Verdict, Writes};
 use crate::response::StoredResponse;
 use crate::scope::{CallerId, DownstreamSeed, StorageKey};
 use crate::store::{Lease, Store};
 use crate::token::{Attempt, Fence, HolderId};
 use keeper::Kept;
-use observe::{Gauge, Seen, Waiting};
+pub(crate) use observe::Seen;
+use observe::{Gauge, Waiting};
 use quota::Quota;
 use settle::Settled;
 use wait::Room;
@@ -111,8 +112,8 @@ pub(crate) struct Ran<T> {
 /// What is to be recorded of a run.
 #[derive(Clone, Debug)]
 pub(crate) enum Settle {
-    /// This encoded response.
-    Complete(Bytes),
+    /// This encoded response, and what it means for the handler's writes.
+    Complete { response: Bytes, writes: Writes },
     /// No response, but what is known of the effect.
     Release(Verdict),
 }
@@ -465,11 +466,15 @@ impl Engine {
             return None;
         }
         let Ok(Ran { reply, .. }) = ran else {
-            tracing::error!(key = %call.storage_key.log_id(), "a handler panicked: its outcome is unknown");
+            let undone = settled == Settled::Undone;
+            tracing::error!(key = %call.storage_key.log_id(), undone, "a handler panicked");
             self.settle_later(&lease, settle, policy, &settled);
-            return Some(Conclusion::refused(RejectionKind::HandlerFailed));
+            return Some(Conclusion::refused(match undone {
+                true => RejectionKind::RolledBack,
+                false => RejectionKind::HandlerFailed,
+            }));
         };
-        let conclusion = Self::conclude(reply, &settle, settled.clone(), policy);
+        let conclusion = Self::conclude(reply, &settle, settled.clone(), policy, &lease);
         self.settle_later(&lease, settle, policy, &settled);
         Some(conclusion)
     }

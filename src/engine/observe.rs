@@ -22,6 +22,8 @@ pub(crate) enum Seen {
     Unknown,
     /// The handler ran and its answer could not be stored.
     NotStored,
+    /// The handler ran, and the store undid everything that it wrote.
+    RolledBack,
     /// The stored response was given again.
     Replayed,
     /// The handler ran without protection.
@@ -35,6 +37,7 @@ impl Seen {
             Self::Released => "released",
             Self::Unknown => "unknown",
             Self::NotStored => "not_stored",
+            Self::RolledBack => "rolled_back",
             Self::Replayed => "replayed",
             Self::Unprotected => "unprotected",
         }
@@ -50,6 +53,7 @@ pub(crate) fn refusal(kind: &RejectionKind) -> &'static str {
         RejectionKind::KeyInUse => "in_use",
         RejectionKind::OutcomeUnknown => "outcome_unknown",
         RejectionKind::HandlerFailed => "handler_failed",
+        RejectionKind::RolledBack => "rolled_back",
         RejectionKind::ResultUnavailable { .. } => "result_unavailable",
         RejectionKind::RequestTooLarge { .. } => "request_too_large",
         RejectionKind::RequestIncomplete => "request_incomplete",
@@ -156,7 +160,7 @@ pub(super) fn granted(grant: &Grant) {
 pub(crate) fn seen(seen: Seen, key: StorageKey, elapsed: Duration) {
     ended(seen.name(), elapsed);
     match seen {
-        Seen::Executed | Seen::Released | Seen::Replayed => tracing::debug!(
+        Seen::Executed | Seen::Released | Seen::RolledBack | Seen::Replayed => tracing::debug!(
             key = %key.log_id(), outcome = seen.name(), elapsed_ms = elapsed_ms(elapsed), "idempotent request"
         ),
         Seen::Unknown | Seen::NotStored | Seen::Unprotected => tracing::warn!(
@@ -186,7 +190,8 @@ pub(super) fn concluded(kind: &RejectionKind, key: StorageKey, elapsed: Duration
         | RejectionKind::RequestIncomplete
         | RejectionKind::ScopeMissing
         | RejectionKind::TooManyWaiting
-        | RejectionKind::TooManyInFlight => {
+        | RejectionKind::TooManyInFlight
+        | RejectionKind::RolledBack => {
             tracing::debug!(key, outcome, elapsed_ms, "idempotent request refused");
         }
     }

@@ -7,6 +7,7 @@
 //! | [problems] | every refusal: what it means, what the client should do |
 //! | [defaults] | every default and its reason, and where this crate departs from others |
 //! | [layers] | where the layer goes among others |
+//! | [transactions] | key, effect and answer in one transaction of PostgreSQL or SQLite |
 //! | [operations] | running it: which numbers should wake someone up |
 //! | [openapi] | what to add to an OpenAPI document, with the fragment to merge |
 //! | [redis](mod@redis) | what Redis must be like |
@@ -34,3 +35,12 @@ pub mod problems {}
 pub mod redis {}
 #[doc = include_str!("states.md")]
 pub mod states {}
+#[cfg_attr(
+    all(feature = "axum", feature = "sqlite", feature = "postgres"),
+    doc = include_str!("transactions.md")
+)]
+#[cfg_attr(
+    not(all(feature = "axum", feature = "sqlite", feature = "postgres")),
+    doc = "Key, effect and answer in one transaction: see the features `sqlite` and `postgres`."
+)]
+pub mod transactions {}

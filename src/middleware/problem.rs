@@ -135,6 +135,7 @@ pub(super) fn response(rejection: &Rejection, config: &Config) -> Response<Bytes
         RejectionKind::KeyReused
         | RejectionKind::OutcomeUnknown
         | RejectionKind::HandlerFailed
+        | RejectionKind::RolledBack
         | RejectionKind::ResultUnavailable { .. }
         | RejectionKind::RequestTooLarge { .. }
         | RejectionKind::RequestIncomplete
@@ -155,6 +156,7 @@ fn original(kind: &RejectionKind) -> (Option<u16>, Option<&HeaderValue>) {
         | RejectionKind::KeyInUse
         | RejectionKind::OutcomeUnknown
         | RejectionKind::HandlerFailed
+        | RejectionKind::RolledBack
         | RejectionKind::RequestTooLarge { .. }
         | RejectionKind::RequestIncomplete
         | RejectionKind::StoreUnavailable
@@ -165,10 +167,20 @@ fn original(kind: &RejectionKind) -> (Option<u16>, Option<&HeaderValue>) {
     }
 }
 
-/// Marks a stored server error as final, so that SDKs do not retry what will only be replayed.
-pub(super) fn mark_final(status: StatusCode, headers: &mut HeaderMap) {
-    if status.is_server_error() && !headers.contains_key(STRIPE_SHOULD_RETRY) {
+/// Marks a stored server error as final, whatever the handler says: SDKs must not retry what will
+/// only be replayed. True if it was marked.
+pub(super) fn mark_final(status: StatusCode, headers: &mut HeaderMap) -> bool {
+    let mark = status.is_server_error();
+    if mark {
         headers.insert(STRIPE_SHOULD_RETRY, flag(false));
+    }
+    mark
+}
+
+/// Marks a server error as worth a retry: nothing of it is left.
+pub(super) fn mark_retry(status: StatusCode, headers: &mut HeaderMap) {
+    if status.is_server_error() {
+        headers.insert(STRIPE_SHOULD_RETRY, flag(true));
     }
 }
 
@@ -248,6 +260,17 @@ fn advice(kind: &RejectionKind) -> Advice {
             ),
             safe_new_key: false,
             retry: false,
+            error_type: API,
+        },
+        RejectionKind::RolledBack => Advice {
+            status: StatusCode::INTERNAL_SERVER_ERROR,
+            code: "idempotency_rolled_back",
+            title: "Rolled back",
+            detail: text(
+                "The request failed while it was processed, and everything it had done in the database was undone. Send the same request again later with the same key.",
+            ),
+            safe_new_key: false,
+            retry: true,
             error_type: API,
         },
         RejectionKind::ResultUnavailable { .. } => Advice {
@@ -368,6 +391,7 @@ mod tests {
             RejectionKind::RecordUnreadable,
             RejectionKind::ScopeMissing,
             RejectionKind::TooManyWaiting,
+            RejectionKind::RolledBack,
             RejectionKind::TooManyInFlight,
         ]
     }
@@ -437,6 +461,7 @@ mod tests {
                 row(422, "key_reused", false, "false"),
                 row(429, "too_many_in_flight", false, "true"),
                 row(500, "outcome_unknown", false, "false"),
+                row(500, "rolled_back", false, "true"),
                 row(503, "record_unreadable", false, "true"),
                 row(503, "store_unavailable", false, "true"),
             ]

@@ -2,10 +2,11 @@
 
 use std::error::Error as StdError;
 use std::future::poll_fn;
+use std::pin::pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
 
-use bytes::Bytes;
+use bytes::{Buf as _, BufMut as _, Bytes, BytesMut};
 use http::request::Parts;
 use http::{HeaderMap, HeaderValue, Request, Response};
 use http_body::Body;
@@ -14,13 +15,12 @@ use tokio::time::timeout;
 use tower_service::Service;
 use tracing::Span;
 
-use super::answer::{Answer, judge};
+use super::answer::{Answer, judge, refusal};
 use super::body::ResponseBody;
 use super::extension::Replayed;
 use super::future::ResponseFuture;
-use super::problem;
 use crate::config::{Config, IDEMPOTENCY_KEY, IDEMPOTENCY_STATUS, IDEMPOTENT_REPLAYED, MissingKey};
-use crate::engine::{Call, Conclusion, Engine, Execution, Ran, Run, Settle, observe};
+use crate::engine::{Call, Conclusion, Engine, Execution, Ran, Run, Seen, Settle, observe};
 use crate::error::{Rejection, RejectionKind};
 use crate::fingerprint::Fingerprints;
 use crate::key::{IdempotencyKey, KeyError};
@@ -193,6 +193,7 @@ where
         Handler { ready: Some(ready), parts: Some(parts), body, config: Arc::clone(&config) };
     let conclusion = engine.execute(call, move |run| handler.start(run)).await;
     let mut response = match conclusion {
+        Conclusion::Ran(answer, Seen::RolledBack) => answer.into_undone(&config)?,
         Conclusion::Ran(answer, _) => answer.into_response(&config)?,
         Conclusion::NotStored(answer) => {
             with_status(answer.into_response(&config)?, HeaderValue::from_static("not-stored"))
@@ -218,11 +219,28 @@ where
     if body.size_hint().lower() > limit as u64 {
         return Err(too_large);
     }
-    match timeout(config.request_timeout, Limited::new(body, limit).collect()).await {
-        Ok(Ok(collected)) => Ok(collected.to_bytes()),
+    match timeout(config.request_timeout, gather(Limited::new(body, limit))).await {
+        Ok(Ok(bytes)) => Ok(bytes),
         Ok(Err(error)) if is_length_limit(&*error) => Err(too_large),
         Ok(Err(_)) | Err(_) => Err(RejectionKind::RequestIncomplete),
     }
+}
+
+/// The data of a body. A single frame is taken as it is; more are copied together as they come: a
+/// client chooses their size, and a frame of one byte holds fifty times as much memory.
+async fn gather<B: Body>(body: B) -> Result<Bytes, B::Error> {
+    let mut body = pin!(body);
+    let (mut single, mut several) = (Bytes::new(), BytesMut::new());
+    while let Some(frame) = body.frame().await {
+        let Ok(mut data) = frame?.into_data() else { continue };
+        if single.is_empty() && several.is_empty() {
+            single = data.copy_to_bytes(data.remaining());
+            continue;
+        }
+        several.extend_from_slice(&std::mem::take(&mut single));
+        several.put(data);
+    }
+    Ok(if several.is_empty() { single } else { several.freeze() })
 }
 
 /// True for our own limit and for one that a layer outside put around the body.
@@ -321,13 +339,6 @@ fn replay<B>(stored: StoredResponse, config: &Config) -> Response<ResponseBody<B
             refusal(Rejection::new(kind), config)
         }
     }
-}
-
-pub(super) fn refusal<B>(rejection: Rejection, config: &Config) -> Response<ResponseBody<B>> {
-    let response = problem::response(&rejection, config);
-    let mut response = response.map(ResponseBody::full);
-    response.extensions_mut().insert(rejection);
-    response
 }
 
 fn with_status<B>(mut response: Response<B>, status: HeaderValue) -> Response<B> {

@@ -8,7 +8,7 @@ use rand::Rng as _;
 use rand::seq::IndexedRandom as _;
 use tower_idempotency::record::{
     Claim, Completion, Finding, Grant, Millis, OnExpired, Record, Release, Renewal, Resolution,
-    State, Terms, Verdict,
+    State, Terms, Verdict, Writes,
 };
 use tower_idempotency::{Attempt, Fence, Fingerprint, Fingerprints, HolderId, Lease, RecipeId};
 
@@ -84,7 +84,10 @@ impl Sequence {
             }
             5..7 => {
                 let response = self.draw_bytes(1);
-                Operation::Complete(of, Completion { terms: self.draw_terms(), response })
+                Operation::Complete(
+                    of,
+                    Completion { terms: self.draw_terms(), response, writes: Writes::Keep },
+                )
             }
             7 => {
                 let verdict =

@@ -6,7 +6,7 @@ use tokio::time::sleep;
 use super::{AFTER_SHORT, Case, LONG, SHORT, STEADY, reexecuting, request, request_for};
 use crate::record::{
     Claim, ClaimOutcome, CompleteOutcome, Completion, Finding, RenewOutcome, Renewal,
-    ResolveOutcome, Terms, Unsettled, Verdict,
+    ResolveOutcome, Terms, Unsettled, Verdict, Writes,
 };
 use crate::store::Store;
 use crate::token::Attempt;
@@ -139,7 +139,8 @@ pub async fn after_its_retention_a_record_is_gone(store: &dyn Store) {
     let brief = Terms { retention: SHORT, ..STEADY };
     let completed = Case::new(store);
     let lease = completed.granted(&request(1)).await;
-    let completion = Completion { terms: brief, response: Bytes::from_static(b"answer") };
+    let completion =
+        Completion { terms: brief, response: Bytes::from_static(b"answer"), writes: Writes::Keep };
     completed.must(store.complete(&lease, &completion)).await;
 
     let open = Case::new(store);
