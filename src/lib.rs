@@ -22,7 +22,7 @@ mod token;
 
 pub use config::{
     Config, ConfigBuilder, EXPOSED_HEADERS, ErrorFlavour, IDEMPOTENCY_KEY, IDEMPOTENCY_STATUS,
-    IDEMPOTENT_REPLAYED, MissingKey, Recovery, STRIPE_SHOULD_RETRY, StoreDown,
+    IDEMPOTENT_REPLAYED, MissingKey, Recovery, STRIPE_SHOULD_RETRY, StoreDown, StoredBodies,
 };
 pub use engine::{Drained, Engine, Execution, WaitLimits};
 pub use error::{ConfigError, Rejection, RejectionKind, StoreError, StoreErrorKind};
