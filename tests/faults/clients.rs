@@ -107,3 +107,39 @@ async fn a8_a_client_that_forgot_its_key_makes_another_payment() {
     }
     assert_eq!(site.two.charges().await, 2, "as the README says");
 }
+
+/// B12 of the faults that people met: a record may vanish between two looks, and only a claim counts.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_key_that_is_hammered_across_the_ends_of_its_records_is_charged_once_for_each() {
+    let site = Site::start(&["--retention", "0.4", "--lease", "0.2"]).await;
+    let hammers: Vec<_> = (0..8)
+        .map(|n| {
+            let address = if n % 2 == 0 { site.one.address } else { site.two.address };
+            tokio::spawn(async move {
+                let mut connection = Connection::open(address).await.unwrap();
+                let mut told = std::collections::BTreeSet::new();
+                for _ in 0..250 {
+                    let answer = connection.send(Call::pay("k", "tok_visa")).await.unwrap();
+                    assert_eq!(answer.status, 201, "{answer:?}");
+                    told.insert(answer.id());
+                    sleep(8).await;
+                }
+                told
+            })
+        })
+        .collect();
+    let mut told = std::collections::BTreeSet::new();
+    for hammer in hammers {
+        told.extend(hammer.await.unwrap());
+    }
+    let ledger = site.two.ledger().await;
+    let at: Vec<i64> = ledger["entries"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|entry| entry["at"].as_i64().unwrap())
+        .collect();
+    assert!(at.len() >= 4, "the fault was never hit");
+    assert_eq!(at.len(), told.len(), "a charge that nobody was told of");
+    assert!(at.windows(2).all(|pair| pair[1] - pair[0] >= 390), "two for one retention: {at:?}");
+}

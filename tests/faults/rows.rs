@@ -55,3 +55,9 @@ fn every_row_of_the_matrix_names_a_test_that_exists() {
         ids.iter().flat_map(|(part, last)| (1..=*last).map(move |n| format!("{part}{n}"))),
     );
 }
+
+#[test]
+fn every_fault_of_claims_and_of_redis_that_people_met_names_a_test_that_exists() {
+    let numbers = [1, 2, 3, 5, 6].into_iter().chain(8..=16).chain(76..=82).chain(84..=87);
+    check("tests/faults-a-h.md", numbers.map(|number| format!("B{number:02}")));
+}
