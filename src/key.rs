@@ -70,7 +70,16 @@ pub enum KeyError {
     /// A bare value where only quoted ones are accepted.
     #[error("the key must be a Structured Field string in double quotes")]
     QuotesRequired,
-    /// More than one header line carries a key, or two accepted headers disagree.
+    /// The key in the body is no string.
+    #[error("the key in the body is not a string")]
+    NotText,
+    /// The key in the body holds something else than printable ASCII.
+    #[error("a key is printable ASCII")]
+    Character,
+    /// The body gives a member twice, so its key cannot be told.
+    #[error("the body gives a member twice, so its key cannot be told")]
+    Ambiguous,
+    /// More than one header line carries a key, or two accepted places disagree.
     #[error("the request carries more than one idempotency key")]
     Repeated,
 }
@@ -94,6 +103,17 @@ impl IdempotencyKey {
         };
         let parts = [hex(0..4), hex(4..6), hex(6..8), hex(8..10), hex(10..16)];
         Self(Arc::from(parts.join("-")))
+    }
+
+    /// A key from its text, as it stands after unquoting: 1 to 255 bytes of printable ASCII.
+    ///
+    /// # Errors
+    /// [`KeyError`] says which rule was broken.
+    pub fn new(text: &str) -> Result<Self, KeyError> {
+        match text.bytes().all(|byte| matches!(byte, b' '..=b'~')) {
+            true => Self::checked(text),
+            false => Err(KeyError::Character),
+        }
     }
 
     /// Reads one header value.

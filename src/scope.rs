@@ -31,6 +31,11 @@ impl Identity {
         Self(parts.into_iter().map(Into::into).collect())
     }
 
+    /// Its parts, as the scope made them; with [`Scope::per_endpoint`] method and path come last.
+    pub fn parts(&self) -> impl Iterator<Item = &str> {
+        self.0.iter().map(|part| &**part)
+    }
+
     /// True if there is no part with anything in it: such an identity is no identity.
     #[must_use]
     pub fn is_empty(&self) -> bool {

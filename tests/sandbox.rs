@@ -89,7 +89,7 @@ async fn it_says_where_it_listens_and_what_to_try() {
 
 #[test]
 fn what_it_cannot_do_is_refused_with_an_exit_code() {
-    let usage: [(&[&str], &str); 17] = [
+    let usage: [(&[&str], &str); 16] = [
         (&["--bogus"], "--bogus"),
         (&["--listen", "nowhere"], "--listen"),
         (&["--store", "mongodb://h"], "unknown store"),
@@ -98,7 +98,6 @@ fn what_it_cannot_do_is_refused_with_an_exit_code() {
         (&["--store", "redis+sentinel://h:1/m"], "not supported by this build yet"),
         (&["--store", "sqlite:x.db", "--ledger", "y.db"], "in the store's file"),
         (&["--store", "postgres://h/d", "--ledger", "y.db"], "in the store's database"),
-        (&["--recovery", "reconcile"], "not supported by this build yet"),
         (&["--recovery", "sometimes"], "--recovery"),
         (&["--lease", "NaN"], "--lease"),
         (&["--lease=-1"], "--lease"),

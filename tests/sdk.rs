@@ -324,6 +324,18 @@ async fn case_176_key_and_marker_can_be_read_from_the_client() {
 }
 
 #[tokio::test]
+async fn both_clients_make_the_same_request_although_they_write_it_differently() {
+    let shop = Shop::open(&[]).await;
+    let params = json!({ "amount": 18, "currency": "usd", "description": "two books & more" });
+    for (language, replay) in [(Language::Python, false), (Language::Node, true)] {
+        let paid = shop.client(language).call("charges.create", params.clone(), key("k")).await;
+        assert_eq!(paid.is_replay(), replay, "{language:?} {paid:?}");
+        assert_eq!(paid.object()["description"], "two books & more");
+    }
+    assert_eq!(shop.charges().await, 1);
+}
+
+#[tokio::test]
 async fn case_177_a_429_is_not_retried_and_frees_the_key() {
     let shop = Shop::open(&[]).await;
     for language in Language::ALL {

@@ -102,6 +102,20 @@ pub(crate) struct Refund {
     pub(crate) attempt: u32,
 }
 
+/// What was done under a provider key.
+#[derive(Debug)]
+pub(crate) enum Done {
+    /// A charge, or the void of one.
+    Payment(Payment),
+    Refund(Refund),
+}
+
+impl Payment {
+    pub(crate) fn source(&self) -> &str {
+        &self.source
+    }
+}
+
 /// One effect, for tests that count.
 #[derive(Debug, Serialize)]
 pub(crate) struct Entry {
@@ -293,6 +307,31 @@ impl Ledger {
         let text = "SELECT COUNT(*) FROM ledger WHERE account = $1 AND action = 'charge'";
         let total = read!(self, |pool| sqlx::query_scalar(text).bind(account).fetch_one(pool));
         Ok((rows.into_iter().map(payment).collect(), total))
+    }
+
+    /// What was done under this provider key, from now on answered by this attempt. Only a processor
+    /// that does one provider key once can say.
+    pub(crate) async fn done(&self, provider_key: &str, attempt: u32) -> Result<Option<Done>> {
+        let attempt = i64::from(attempt);
+        let text = "UPDATE ledger SET answered = $2 WHERE provider_key = $1 RETURNING action";
+        let action: Option<String> = read!(self, |pool| sqlx::query_scalar(text)
+            .bind(provider_key)
+            .bind(attempt)
+            .fetch_optional(pool));
+        if action.as_deref() == Some("refund") {
+            let text =
+                concat!("SELECT ", refund_columns!(), " FROM ledger WHERE provider_key = $1");
+            let row =
+                read!(self, |pool| sqlx::query_as(text).bind(provider_key).fetch_optional(pool));
+            return Ok(row.map(|row| Done::Refund(refund(row))));
+        }
+        let text = concat!(
+            "SELECT ",
+            payment_columns!(),
+            " FROM payments WHERE payment IN (SELECT payment FROM ledger WHERE provider_key = $1)"
+        );
+        let row = read!(self, |pool| sqlx::query_as(text).bind(provider_key).fetch_optional(pool));
+        Ok(row.map(|row| Done::Payment(payment(row))))
     }
 
     /// Everything that happened, oldest first.

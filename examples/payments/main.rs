@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use metrics_exporter_prometheus::{PrometheusBuilder, PrometheusHandle};
 use tokio::net::TcpListener;
-use tower_idempotency::IdempotencyLayer;
+use tower_idempotency::{IdempotencyLayer, Recovery};
 use tracing_subscriber::EnvFilter;
 
 mod account;
@@ -24,6 +24,7 @@ mod flags;
 mod form;
 mod ledger;
 mod payments;
+mod reconcile;
 mod serve;
 mod source;
 mod store;
@@ -31,15 +32,15 @@ mod stream;
 mod stripe;
 
 use app::App;
-use flags::{Flags, RecoveryMode, Rules};
+use flags::{Flags, RecoveryMode};
 use ledger::Deduplicate;
 
 #[tokio::main]
 async fn main() -> ExitCode {
-    let (flags, rules) = Flags::read();
+    let flags = Flags::read();
     let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("warn"));
     tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).init();
-    match run(&flags, rules).await {
+    match run(&flags).await {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("error: {error}");
@@ -48,10 +49,7 @@ async fn main() -> ExitCode {
     }
 }
 
-async fn run(flags: &Flags, rules: Rules) -> Result<(), Box<dyn Error>> {
-    if let Some(note) = &rules.note {
-        eprintln!("{note}");
-    }
+async fn run(flags: &Flags) -> Result<(), Box<dyn Error>> {
     let metrics = record_metrics()?;
     let stop = serve::stop_signal()?;
     let deduplicate = match flags.recovery {
@@ -59,6 +57,15 @@ async fn run(flags: &Flags, rules: Rules) -> Result<(), Box<dyn Error>> {
         RecoveryMode::AtLeastOnce | RecoveryMode::Reconcile => Deduplicate::Yes,
     };
     let (store, ledger) = flags.store().open(&flags.ledger(), deduplicate).await?;
+    let recovery = match flags.recovery {
+        RecoveryMode::AtMostOnce => Recovery::AtMostOnce,
+        RecoveryMode::AtLeastOnce => Recovery::AtLeastOnce,
+        RecoveryMode::Reconcile => reconcile::by_asking(ledger.clone()),
+    };
+    let rules = flags.rules(&recovery)?;
+    if let Some(note) = &rules.note {
+        eprintln!("{note}");
+    }
     let listener = TcpListener::bind(flags.listen)
         .await
         .map_err(|error| format!("cannot listen on {}: {error}", flags.listen))?;

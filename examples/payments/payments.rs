@@ -17,7 +17,7 @@ use crate::account::Account;
 use crate::answer::ApiError;
 use crate::app::App;
 use crate::books::Books;
-use crate::ledger::{Cause, NewPayment};
+use crate::ledger::{Cause, NewPayment, Payment};
 use crate::source::{Source, When};
 use crate::stream;
 
@@ -60,20 +60,26 @@ pub(crate) async fn create(
     let (source, new) = parse_payment(&headers, &body)?;
     let cause = cause_of(&account, Some(&key), Some(&execution), "charge");
     before_the_charge(source, cause.attempt).await?;
-    let mut payment = books.charge(&cause, &new).await?;
+    let payment = books.charge(&cause, &new).await?;
     after_the_charge(source, cause.attempt).await?;
 
-    let location = [(LOCATION, format!("/v1/payments/{}", payment.id))];
     if source == Source::Stream {
+        let location = [(LOCATION, format!("/v1/payments/{}", payment.id))];
         return Ok((location, stream::events(payment)).into_response());
     }
+    Ok(receipt(source, payment))
+}
+
+/// The answer to a payment that was made.
+pub(crate) fn receipt(source: Source, mut payment: Payment) -> Response {
+    let location = [(LOCATION, format!("/v1/payments/{}", payment.id))];
     if source == Source::Empty {
-        return Ok((StatusCode::NO_CONTENT, location).into_response());
+        return (StatusCode::NO_CONTENT, location).into_response();
     }
     if let Source::Large(bytes) = source {
         payment.padding = Some("x".repeat(bytes));
     }
-    Ok((StatusCode::CREATED, location, Json(payment)).into_response())
+    (StatusCode::CREATED, location, Json(payment)).into_response()
 }
 
 /// The ways to fail while certainly nothing has happened.

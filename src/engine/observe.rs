@@ -21,6 +21,8 @@ pub(crate) enum Seen {
     RolledBack,
     /// The stored response was given again.
     Replayed,
+    /// The outcome of an interrupted run was found out, and given for the first time.
+    Reconciled,
     /// The handler ran without protection.
     Unprotected,
 }
@@ -34,6 +36,7 @@ impl Seen {
             Self::NotStored => "not_stored",
             Self::RolledBack => "rolled_back",
             Self::Replayed => "replayed",
+            Self::Reconciled => "reconciled",
             Self::Unprotected => "unprotected",
         }
     }
@@ -49,6 +52,7 @@ pub(crate) fn refusal(kind: &RejectionKind) -> &'static str {
         RejectionKind::OutcomeUnknown => "outcome_unknown",
         RejectionKind::HandlerFailed => "handler_failed",
         RejectionKind::RolledBack => "rolled_back",
+        RejectionKind::HandlerFailedUntouched => "handler_failed_untouched",
         RejectionKind::ResultUnavailable { .. } => "result_unavailable",
         RejectionKind::RequestTooLarge { .. } => "request_too_large",
         RejectionKind::RequestIncomplete => "request_incomplete",
@@ -76,6 +80,10 @@ pub(super) fn describe() {
         "Answers that came too late to be stored: somebody else holds the key"
     );
     metrics::describe_counter!("idempotency.completions.healed", "Late answers that settled a key");
+    metrics::describe_counter!(
+        "idempotency.reconciliations",
+        "Questions to a reconcile hook, by what it found"
+    );
     metrics::describe_counter!("idempotency.store.retries", "Calls that were sent again");
     metrics::describe_histogram!(
         "idempotency.store.duration",
@@ -91,9 +99,11 @@ pub(super) fn describe() {
 pub(crate) fn seen(seen: Seen, key: StorageKey, elapsed: Duration) {
     metrics::counter!("idempotency.requests", "outcome" => seen.name()).increment(1);
     match seen {
-        Seen::Executed | Seen::Released | Seen::RolledBack | Seen::Replayed => tracing::debug!(
-            key = %key.log_id(), outcome = seen.name(), elapsed_ms = elapsed_ms(elapsed), "idempotent request"
-        ),
+        Seen::Executed | Seen::Released | Seen::RolledBack | Seen::Replayed | Seen::Reconciled => {
+            tracing::debug!(
+                key = %key.log_id(), outcome = seen.name(), elapsed_ms = elapsed_ms(elapsed), "idempotent request"
+            )
+        }
         Seen::Unknown | Seen::NotStored | Seen::Unprotected => tracing::warn!(
             key = %key.log_id(), outcome = seen.name(), elapsed_ms = elapsed_ms(elapsed), "idempotent request"
         ),
@@ -105,7 +115,17 @@ pub(crate) fn refused(kind: &RejectionKind, key: Option<StorageKey>) {
     let outcome = refusal(kind);
     metrics::counter!("idempotency.requests", "outcome" => outcome).increment(1);
     let key = key.map(|key| key.log_id());
-    tracing::debug!(key, outcome, "idempotent request refused");
+    if is_unknown(kind) {
+        // The client is told the same reference.
+        tracing::warn!(reference = key, outcome, "the outcome of a request is unknown");
+    } else {
+        tracing::debug!(key, outcome, "idempotent request refused");
+    }
+}
+
+/// True if somebody has to find out what happened.
+pub(crate) fn is_unknown(kind: &RejectionKind) -> bool {
+    matches!(kind, RejectionKind::OutcomeUnknown | RejectionKind::HandlerFailed)
 }
 
 /// Counts a request that the layer let pass untouched although it looked at it.
@@ -127,6 +147,10 @@ pub(super) fn completion_refused() {
 
 pub(super) fn completion_healed() {
     metrics::counter!("idempotency.completions.healed").increment(1);
+}
+
+pub(super) fn reconciled(found: &'static str) {
+    metrics::counter!("idempotency.reconciliations", "found" => found).increment(1);
 }
 
 pub(super) fn call_again(verb: &'static str) {

@@ -9,6 +9,7 @@
 //! | [layers] | where the layer goes among others |
 //! | [transactions] | key, effect and answer in one transaction of PostgreSQL or SQLite |
 //! | [openapi] | what to add to an OpenAPI document, with the fragment to merge |
+//! | [requests] | where keys come from, and when two requests are the same |
 //! | [redis](mod@redis) | what Redis must be like |
 //! | [architecture] | the house: floors, invariants, where to change what |
 
@@ -30,6 +31,8 @@ pub mod openapi {
 pub mod problems {}
 #[doc = include_str!("redis.md")]
 pub mod redis {}
+#[doc = include_str!("requests.md")]
+pub mod requests {}
 #[doc = include_str!("states.md")]
 pub mod states {}
 #[cfg_attr(

@@ -70,6 +70,7 @@ mod answer;
 mod body;
 mod extension;
 mod future;
+mod keys;
 mod layer;
 mod problem;
 mod service;

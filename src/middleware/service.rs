@@ -8,24 +8,27 @@ use std::task::{Context, Poll};
 
 use bytes::{Buf as _, BufMut as _, Bytes, BytesMut};
 use http::request::Parts;
-use http::{HeaderMap, HeaderValue, Request, Response};
+use http::{HeaderValue, Request, Response};
 use http_body::Body;
 use http_body_util::{BodyExt as _, LengthLimitError, Limited};
 use tokio::time::timeout;
 use tower_service::Service;
 
-use super::answer::{Answer, judge, refusal};
+use super::answer::{Answer, judge, referenced, refusal};
 use super::body::ResponseBody;
 use super::extension::Replayed;
 use super::future::ResponseFuture;
-use crate::config::{Config, IDEMPOTENCY_KEY, IDEMPOTENCY_STATUS, IDEMPOTENT_REPLAYED, MissingKey};
+use super::keys;
+use crate::config::{
+    Config, IDEMPOTENCY_KEY, IDEMPOTENCY_STATUS, IDEMPOTENT_REPLAYED, KeySource, MissingKey,
+};
 use crate::engine::{Call, Conclusion, Engine, Execution, Ran, Run, Seen, Settle, observe};
 use crate::error::{Rejection, RejectionKind};
 use crate::fingerprint::Fingerprints;
-use crate::key::{IdempotencyKey, KeyError};
+use crate::key::IdempotencyKey;
 use crate::record::Verdict;
 use crate::response::{StoredBody, StoredResponse};
-use crate::scope::{CallerId, DownstreamSeed, StorageKey};
+use crate::scope::{CallerId, DownstreamSeed, Identity, StorageKey};
 
 /// A service whose covered requests run at most once per key. Made by
 /// [`IdempotencyLayer`](super::IdempotencyLayer).
@@ -69,8 +72,10 @@ where
         if !covered {
             return ResponseFuture::passed_through(self.inner.call(request));
         }
-        let key = read_key(request.headers(), &self.config);
-        if key == Ok(None) && self.config.missing_key == MissingKey::PassThrough {
+        let key = keys::in_headers(request.headers(), &self.config);
+        let elsewhere = self.config.key_source != KeySource::Headers;
+        let optional = self.config.missing_key == MissingKey::PassThrough;
+        if key == Ok(None) && optional && !elsewhere {
             observe::passed_through();
             return ResponseFuture::passed_through(self.inner.call(request));
         }
@@ -79,24 +84,20 @@ where
         let clone = self.inner.clone();
         let ready = std::mem::replace(&mut self.inner, clone);
         let key = match key {
-            Ok(Some(key)) => key,
-            Ok(None) => return self.refuse(RejectionKind::KeyMissing, None),
+            Ok(None) if !elsewhere => return self.refuse(RejectionKind::KeyMissing, None),
+            Ok(key) => key,
             Err(error) => return self.refuse(RejectionKind::KeyInvalid(error), None),
         };
         let path = whole_path(&request);
         let (parts, body) = request.into_parts();
-        let Some((identity, caller)) = self.config.scope.identify(&parts, &path) else {
-            return self.refuse(RejectionKind::ScopeMissing, Some(&key));
-        };
-        let names = Names {
-            storage_key: StorageKey::new(&identity, &key),
-            seed: DownstreamSeed::new(&identity, &key),
-            key,
-            caller,
-            path,
-        };
+        let caller = self.config.scope.identify(&parts, &path);
+        // Where a key is optional and may be in the body, nobody knows yet whether one is needed.
+        if caller.is_none() && (key.is_some() || !optional) {
+            return self.refuse(RejectionKind::ScopeMissing, key.as_ref());
+        }
+        let asked = Asked { key, caller, path };
         let (engine, config) = (self.engine.clone(), Arc::clone(&self.config));
-        ResponseFuture::covered(cover(engine, config, names, ready, parts, body))
+        ResponseFuture::covered(cover(engine, config, asked, ready, parts, body))
     }
 }
 
@@ -106,40 +107,15 @@ impl<S> Idempotency<S> {
         kind: RejectionKind,
         key: Option<&IdempotencyKey>,
     ) -> ResponseFuture<F, B, E> {
-        observe::refused(&kind, None);
-        let mut response = refusal(Rejection::new(kind), &self.config);
-        echo(&mut response, key);
-        ResponseFuture::answered(response)
+        ResponseFuture::answered(refused(kind, None, key, &self.config))
     }
 }
 
-/// Who asks for what.
-struct Names {
-    storage_key: StorageKey,
-    seed: DownstreamSeed,
-    key: IdempotencyKey,
-    caller: CallerId,
+/// Who asks for what, as far as the head of the request tells.
+struct Asked {
+    key: Option<IdempotencyKey>,
+    caller: Option<(Identity, CallerId)>,
     path: String,
-}
-
-/// The key of a request, if it has one.
-///
-/// Lines are counted before anything is parsed: two lines can be joined into one valid key.
-fn read_key(headers: &HeaderMap, config: &Config) -> Result<Option<IdempotencyKey>, KeyError> {
-    let mut found = None;
-    for name in &config.key_headers {
-        let mut lines = headers.get_all(name).iter();
-        let Some(line) = lines.next() else { continue };
-        if lines.next().is_some() {
-            return Err(KeyError::Repeated);
-        }
-        let key = IdempotencyKey::parse(line.as_bytes(), config.key_syntax)?;
-        if found.as_ref().is_some_and(|other| *other != key) {
-            return Err(KeyError::Repeated);
-        }
-        found = Some(key);
-    }
-    Ok(found)
 }
 
 /// The path as the client sent it: inside a nested router only `OriginalUri` knows the whole.
@@ -158,8 +134,8 @@ fn whole_path<B>(request: &Request<B>) -> String {
 async fn cover<S, ReqBody, ResBody>(
     engine: Engine,
     config: Arc<Config>,
-    names: Names,
-    ready: S,
+    asked: Asked,
+    mut ready: S,
     parts: Parts,
     body: ReqBody,
 ) -> Result<Response<ResponseBody<ResBody>>, S::Error>
@@ -174,33 +150,50 @@ where
     ResBody::Data: Send,
     ResBody::Error: Send,
 {
-    let Names { storage_key, seed, key, caller, path } = names;
+    let Asked { key, caller, path } = asked;
     let body = match read_body(body, &config).await {
         Ok(body) => body,
         Err(kind) => {
-            observe::refused(&kind, Some(storage_key));
-            let mut response = refusal(Rejection::new(kind), &config);
-            echo(&mut response, Some(&key));
-            return Ok(response);
+            let id = key.as_ref().zip(caller.as_ref());
+            let id = id.map(|(key, (identity, _))| StorageKey::new(identity, key));
+            return Ok(refused(kind, id, key.as_ref(), &config));
         }
     };
     let fingerprints = fingerprints(&config, &parts, &path, &body);
-    let policy = config.policy;
-    let call = Call { key: key.clone(), storage_key, caller, seed, fingerprints, policy };
+    let key = match keys::of_request(key, &config, &parts, &body, &fingerprints) {
+        Ok(Some(key)) => key,
+        Ok(None) if config.missing_key == MissingKey::PassThrough => {
+            observe::passed_through();
+            let response = ready.call(Request::from_parts(parts, ReqBody::from(body))).await?;
+            return Ok(response.map(ResponseBody::passed));
+        }
+        Ok(None) => return Ok(refused(RejectionKind::KeyMissing, None, None, &config)),
+        Err(error) => return Ok(refused(RejectionKind::KeyInvalid(error), None, None, &config)),
+    };
+    let Some((identity, caller)) = caller else {
+        return Ok(refused(RejectionKind::ScopeMissing, None, Some(&key), &config));
+    };
+    let (storage_key, seed) =
+        (StorageKey::new(&identity, &key), DownstreamSeed::new(&identity, &key));
+    let policy = config.policy.clone();
+    let call = Call { key: key.clone(), storage_key, caller, identity, seed, fingerprints, policy };
     let mut handler =
         Handler { ready: Some(ready), parts: Some(parts), body, config: Arc::clone(&config) };
     let conclusion = engine.execute(call, move |run| handler.start(run)).await;
     let mut response = match conclusion {
         Conclusion::Ran(answer, Seen::RolledBack) => answer.into_undone(&config)?,
-        Conclusion::Ran(answer, _) => answer.into_response(&config)?,
-        Conclusion::NotStored(answer) => {
-            with_status(answer.into_response(&config)?, HeaderValue::from_static("not-stored"))
-        }
-        Conclusion::Unprotected(answer) => {
-            with_status(answer.into_response(&config)?, HeaderValue::from_static("unprotected"))
-        }
+        Conclusion::Ran(answer, _) => answer.into_response(&config, storage_key)?,
+        Conclusion::NotStored(answer) => with_status(
+            answer.into_response(&config, storage_key)?,
+            HeaderValue::from_static("not-stored"),
+        ),
+        Conclusion::Unprotected(answer) => with_status(
+            answer.into_response(&config, storage_key)?,
+            HeaderValue::from_static("unprotected"),
+        ),
         Conclusion::Replay(stored) => replay(*stored, &config),
-        Conclusion::Refused(rejection) => refusal(rejection, &config),
+        Conclusion::Reconciled(stored) => first(*stored, &config),
+        Conclusion::Refused(rejection) => referenced(rejection, storage_key, &config),
     };
     echo(&mut response, Some(&key));
     Ok(response)
@@ -321,14 +314,23 @@ impl<S> Handler<S> {
 
 /// The original answer again.
 fn replay<B>(stored: StoredResponse, config: &Config) -> Response<ResponseBody<B>> {
+    let is_kept = matches!(stored.body(), StoredBody::Kept(_));
+    let mut response = first(stored, config);
+    if is_kept {
+        response.headers_mut().insert(IDEMPOTENT_REPLAYED, HeaderValue::from_static("true"));
+        response.extensions_mut().insert(Replayed);
+    }
+    response
+}
+
+/// A stored answer that nobody was given before.
+fn first<B>(stored: StoredResponse, config: &Config) -> Response<ResponseBody<B>> {
     let (status, headers, body) = stored.into_parts();
     match body {
         StoredBody::Kept(body) => {
             let mut response = Response::new(ResponseBody::full(body));
             *response.status_mut() = status;
             *response.headers_mut() = headers;
-            response.headers_mut().insert(IDEMPOTENT_REPLAYED, HeaderValue::from_static("true"));
-            response.extensions_mut().insert(Replayed);
             response
         }
         StoredBody::NotKept => {
@@ -337,6 +339,19 @@ fn replay<B>(stored: StoredResponse, config: &Config) -> Response<ResponseBody<B
             refusal(Rejection::new(kind), config)
         }
     }
+}
+
+/// A refusal before anything was claimed, counted.
+fn refused<B>(
+    kind: RejectionKind,
+    id: Option<StorageKey>,
+    key: Option<&IdempotencyKey>,
+    config: &Config,
+) -> Response<ResponseBody<B>> {
+    observe::refused(&kind, id);
+    let mut response = refusal(Rejection::new(kind), config);
+    echo(&mut response, key);
+    response
 }
 
 fn with_status<B>(mut response: Response<B>, status: HeaderValue) -> Response<B> {

@@ -31,8 +31,8 @@ use rand::{Rng as _, SeedableRng as _};
 use support::postgres::PostgresServer;
 use support::redis::RedisServer;
 use tower_idempotency::record::{
-    self, Change, ClaimOutcome, CompleteOutcome, Current, Expires, Grant, Millis, Record, State,
-    Step, Unsettled,
+    self, Change, ClaimOutcome, CompleteOutcome, Current, Expires, Grant, Millis, Progress, Record,
+    State, Step, Unsettled,
 };
 use tower_idempotency::store::redis::redis;
 use tower_idempotency::store::sql::sqlx;
@@ -143,6 +143,7 @@ impl Seen {
         for expected in [
             "claim Acquired takeover=false",
             "claim Acquired takeover=true",
+            "claim Acquired untouched",
             "claim InFlight",
             "claim Completed",
             "claim Mismatch",
@@ -235,6 +236,8 @@ impl Sequence {
                 let Step { change, outcome } = record::claim(self.current(now), now, claim);
                 let told = store.claim(self.key, claim).await.expect(&context);
                 let previous = self.record_held(now).map(|record| record.fence);
+                let freed =
+                    self.record_held(now).is_some_and(|record| is_freed_by(&record, &outcome));
                 assert_claims_agree(name, &outcome, &told, Some(previous), now, &context);
                 let memory = match self.with_garbage {
                     true => None,
@@ -251,7 +254,7 @@ impl Sequence {
                     };
                     self.leases.push((lease, twin));
                 }
-                (change, name_of_claim(&outcome))
+                (change, name_of_claim(&outcome, freed))
             }
             Operation::Renew(of, renewal) => {
                 let (lease, twin) = &self.leases[*of];
@@ -383,7 +386,7 @@ impl Sequence {
             1 => bytes.truncate(self.random.random_range(0..=bytes.len())),
             2 => bytes.extend((0..self.random.random_range(1..4)).map(|_| 7)),
             3 => bytes[0] = self.random.random(),
-            4 => bytes[1] = self.random.random_range(0..7),
+            4 => bytes[1] = self.random.random_range(0..8),
             5 => bytes[80..84].copy_from_slice(&self.random.random::<[u8; 4]>()),
             6 => bytes[83] = self.random.random_range(0..8),
             _ => {}
@@ -421,8 +424,15 @@ fn fence_fits(got: Fence, expected: Fence, previous: Option<Fence>, now: Millis)
     got == expected || from_clock && close(got.number(), expected.number())
 }
 
-fn name_of_claim(outcome: &ClaimOutcome<Grant>) -> String {
+/// True if the claim went on from an attempt that died before its first checkpoint.
+fn is_freed_by(record: &Record, outcome: &ClaimOutcome<Grant>) -> bool {
+    matches!(record.state, State::InFlight { progress: Progress::Untouched, .. })
+        && matches!(outcome, ClaimOutcome::Acquired(grant) if grant.attempt > record.attempt)
+}
+
+fn name_of_claim(outcome: &ClaimOutcome<Grant>, freed: bool) -> String {
     match outcome {
+        ClaimOutcome::Acquired(_) if freed => "claim Acquired untouched".to_owned(),
         ClaimOutcome::Acquired(grant) => format!("claim Acquired takeover={}", grant.takeover),
         ClaimOutcome::InFlight { .. } => "claim InFlight".to_owned(),
         ClaimOutcome::Completed(_) => "claim Completed".to_owned(),
@@ -459,7 +469,7 @@ fn assert_claims_agree(
         ) => close(expected.as_millis() as u64, got.as_millis() as u64),
         (ClaimOutcome::Indeterminate(expected), ClaimOutcome::Indeterminate(got)) => {
             close(expected.fence.number(), got.fence.number())
-                && Unsettled { fence: got.fence, ..*expected } == *got
+                && Unsettled { fence: got.fence, ..expected.clone() } == *got
         }
         (expected, got) => expected == got,
     };

@@ -11,7 +11,7 @@ const require = createRequire(`${process.env.SDK_MODULES}/`);
 const Stripe = require("stripe");
 
 const [base, timeout] = [new URL(process.argv[2]), Number(process.argv[3] ?? 20)];
-const stripe = new Stripe("sk_test_node", {
+const stripe = new Stripe("sk_test_acme_node", {
   host: base.hostname,
   port: base.port,
   protocol: "http",

@@ -17,10 +17,10 @@ import stripe
 base, timeout = sys.argv[1], float(sys.argv[2]) if len(sys.argv) > 2 else 20
 http = stripe.RequestsClient(timeout=timeout)
 client = stripe.StripeClient(
-    "sk_test_python", base_addresses={"api": base}, http_client=http, max_network_retries=2
+    "sk_test_acme_python", base_addresses={"api": base}, http_client=http, max_network_retries=2
 )
 # The older style, with its state in the module.
-stripe.api_key = "sk_test_python"
+stripe.api_key = "sk_test_acme_python"
 stripe.api_base = base
 stripe.max_network_retries = 2
 stripe.default_http_client = http

@@ -4,12 +4,20 @@
 //! concrete path, raw query, media type without parameters, chosen headers and the body's bytes.
 //! Lengths come first everywhere, so that no two requests meet by moving bytes across a border.
 //!
+//! Bodies are compared byte for byte. A recipe may ask for more patience with JSON, forms and
+//! multipart bodies; what cannot be read without losing anything is compared byte for byte still.
+//!
 //! How it is made is the **recipe**, and a record names the recipe of its fingerprint. So a deploy
 //! that changes the recipe (another header, a new secret) gives no false mismatch as long as the
 //! new configuration still [accepts](crate::ConfigBuilder::also_accept) the old one.
 
+mod form;
+mod json;
+mod multipart;
+
 use std::fmt;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
 use bytes::Bytes;
 use hmac::{Hmac, KeyInit, Mac};
@@ -17,6 +25,11 @@ use http::header::CONTENT_TYPE;
 use http::request::Parts;
 use http::{HeaderName, HeaderValue};
 use sha2::{Digest, Sha256};
+
+#[cfg(feature = "json")]
+pub use json::canonical_json;
+pub use json::{JsonPointer, JsonPointerError};
+pub(crate) use json::{Unreadable, read as read_json};
 
 /// Names a recipe in a record: four bytes of a hash over everything that shapes the digest.
 #[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
@@ -150,6 +163,70 @@ enum Content {
     Ignored,
 }
 
+/// A kind of body that is compared by what it says instead of by its bytes.
+#[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
+enum Read {
+    #[cfg(feature = "json")]
+    Json,
+    Form,
+    Multipart,
+}
+
+impl Read {
+    /// In a recipe's id, where nothing else starts with a zero byte, which no header name holds.
+    fn id(self) -> &'static [u8] {
+        match self {
+            #[cfg(feature = "json")]
+            Self::Json => b"\0canonical json 1",
+            Self::Form => b"\0canonical form 1",
+            Self::Multipart => b"\0multipart 1",
+        }
+    }
+
+    fn applies_to(self, media_type: &[u8]) -> bool {
+        match self {
+            #[cfg(feature = "json")]
+            Self::Json => media_type == b"application/json" || media_type.ends_with(b"+json"),
+            Self::Form => media_type == b"application/x-www-form-urlencoded",
+            Self::Multipart => media_type.starts_with(b"multipart/"),
+        }
+    }
+}
+
+/// A field that is not compared, and whether there ever was one.
+#[derive(Clone, Debug)]
+struct Excluded {
+    pointer: JsonPointer,
+    watch: Arc<Watch>,
+}
+
+#[derive(Debug, Default)]
+struct Watch {
+    bodies: AtomicU32,
+    matched: AtomicBool,
+}
+
+/// A pointer that matches none of so many bodies is most likely misspelt.
+const WARN_AFTER: u32 = 100;
+
+impl Excluded {
+    /// Notes whether the field was there, and warns once if it never is.
+    fn note(&self, matched: bool) {
+        if matched {
+            self.watch.matched.store(true, Ordering::Relaxed);
+            return;
+        }
+        let bodies = self.watch.bodies.fetch_add(1, Ordering::Relaxed);
+        if bodies.saturating_add(1) == WARN_AFTER && !self.watch.matched.load(Ordering::Relaxed) {
+            tracing::warn!(
+                pointer = self.pointer.as_str(),
+                bodies = WARN_AFTER,
+                "a field that is excluded from fingerprints was in no body so far: is it misspelt?"
+            );
+        }
+    }
+}
+
 /// How a fingerprint is made. The default is right for payments.
 ///
 /// # Example
@@ -167,6 +244,8 @@ pub struct Recipe {
     headers: Vec<HeaderName>,
     query: QueryOrder,
     content: Content,
+    read: Vec<Read>,
+    excluded: Vec<Excluded>,
     key: Option<Key>,
 }
 
@@ -193,6 +272,8 @@ impl Recipe {
             headers: Vec::new(),
             query: QueryOrder::AsSent,
             content: Content::Compared,
+            read: Vec::new(),
+            excluded: Vec::new(),
             key: None,
         }
     }
@@ -221,6 +302,70 @@ impl Recipe {
         self
     }
 
+    /// Compares JSON bodies by their canonical form (RFC 8785): the order of members, spacing and
+    /// the notation of numbers and strings do not count, the order of arrays does. What has
+    /// [no canonical form](crate::canonical_json) is compared byte for byte.
+    #[cfg(feature = "json")]
+    #[must_use]
+    pub fn canonical_json(self) -> Self {
+        self.reading(Read::Json)
+    }
+
+    /// Compares form bodies (`application/x-www-form-urlencoded`) by their fields: the order of
+    /// names and the notation (`+` or `%20`) do not count, the order of equal names does. A body
+    /// with a broken escape is compared byte for byte.
+    #[must_use]
+    pub fn canonical_form(self) -> Self {
+        self.reading(Read::Form)
+    }
+
+    /// Compares multipart bodies by their parts, header lines and content in their order, without
+    /// the boundary, which clients choose anew for each try. A body that is not put together
+    /// exactly as RFC 2046 says is compared byte for byte.
+    #[must_use]
+    pub fn multipart_parts(self) -> Self {
+        self.reading(Read::Multipart)
+    }
+
+    fn reading(mut self, read: Read) -> Self {
+        if !self.read.contains(&read) {
+            self.read.push(read);
+            self.read.sort();
+        }
+        self
+    }
+
+    /// Does not compare this field of JSON bodies (and, one level deep, of forms), such as a time
+    /// of sending that differs between tries. **Whatever is excluded may differ under one key.**
+    ///
+    /// It works on bodies that are read: with `canonical_json` and
+    /// [`canonical_form`](Self::canonical_form). A pointer that was in none of the first hundred of
+    /// them is warned of in the log, and listed by [`never_matched`](Self::never_matched).
+    #[must_use]
+    pub fn exclude(mut self, pointer: JsonPointer) -> Self {
+        if self.excluded.iter().all(|excluded| excluded.pointer != pointer) {
+            self.excluded.push(Excluded { pointer, watch: Arc::default() });
+            self.excluded.sort_by(|a, b| a.pointer.as_str().cmp(b.pointer.as_str()));
+        }
+        self
+    }
+
+    /// The excluded fields that were in no body so far. Clones of a recipe count together.
+    pub fn never_matched(&self) -> impl Iterator<Item = &JsonPointer> {
+        let never = |excluded: &&Excluded| !excluded.watch.matched.load(Ordering::Relaxed);
+        self.excluded.iter().filter(never).map(|excluded| &excluded.pointer)
+    }
+
+    /// True if whatever comes under a key is taken for the same.
+    pub(crate) fn ignores_content(&self) -> bool {
+        self.content == Content::Ignored
+    }
+
+    /// True if fields are excluded although no body is read that they could be in.
+    pub(crate) fn excludes_in_vain(&self) -> bool {
+        !self.excluded.is_empty() && self.read.iter().all(|read| *read == Read::Multipart)
+    }
+
     /// Makes digests with a secret, so that whoever reads the store cannot try out card numbers
     /// against them. `key_id` names the secret and is not secret itself; a new secret needs a new id.
     ///
@@ -241,6 +386,13 @@ impl Recipe {
         input.sized(self.key.as_ref().map_or(b"", |key| key.id.as_bytes()));
         for name in &self.headers {
             input.sized(name.as_str().as_bytes());
+        }
+        for read in &self.read {
+            input.sized(read.id());
+        }
+        for excluded in &self.excluded {
+            input.sized(b"\0excluded");
+            input.sized(excluded.pointer.as_str().as_bytes());
         }
         let digest = input.finish();
         RecipeId([digest[0], digest[1], digest[2], digest[3]])
@@ -277,8 +429,68 @@ impl Recipe {
             input.bytes(&(lines.iter().count() as u64).to_be_bytes());
             lines.iter().for_each(|line| input.sized(line.as_bytes()));
         }
-        input.sized(body);
+        self.body(&mut input, parts, body);
         input.finish()
+    }
+
+    /// The body's part of a digest. What is read and what is not are kept apart by their first byte.
+    fn body(&self, input: &mut Input, parts: &Parts, body: &[u8]) {
+        if self.read.is_empty() {
+            return input.sized(body);
+        }
+        let content_type = parts.headers.get(CONTENT_TYPE);
+        let essence = content_type.map(media_type).unwrap_or_default();
+        let read = self.read.iter().find(|read| read.applies_to(&essence));
+        let written = read.zip(content_type).is_some_and(|(read, content_type)| match read {
+            #[cfg(feature = "json")]
+            Read::Json => self.json(input, body),
+            Read::Form => self.form(input, body),
+            Read::Multipart => Self::multipart(input, content_type, body),
+        });
+        if !written {
+            input.bytes(&[0]);
+            input.sized(body);
+        }
+    }
+
+    #[cfg(feature = "json")]
+    fn json(&self, input: &mut Input, body: &[u8]) -> bool {
+        let Some(mut document) = json::faithful(body) else { return false };
+        for excluded in &self.excluded {
+            excluded.note(excluded.pointer.remove(&mut document));
+        }
+        let Some(canonical) = json::canonical(&document) else { return false };
+        input.bytes(&[1]);
+        input.sized(&canonical);
+        true
+    }
+
+    fn form(&self, input: &mut Input, body: &[u8]) -> bool {
+        let Some(mut fields) = form::fields(body) else { return false };
+        for excluded in &self.excluded {
+            let before = fields.len();
+            let name = excluded.pointer.field();
+            fields.retain(|(field, _)| name.as_ref().is_none_or(|name| field != name.as_bytes()));
+            excluded.note(fields.len() < before);
+        }
+        input.bytes(&[2]);
+        input.bytes(&(fields.len() as u64).to_be_bytes());
+        for (name, value) in &fields {
+            input.sized(name);
+            input.sized(value);
+        }
+        true
+    }
+
+    fn multipart(input: &mut Input, content_type: &HeaderValue, body: &[u8]) -> bool {
+        let Some(parts) = multipart::parts(content_type, body) else { return false };
+        input.bytes(&[3]);
+        input.bytes(&(parts.len() as u64).to_be_bytes());
+        for (headers, content) in parts {
+            input.sized(headers);
+            input.sized(content);
+        }
+        true
     }
 }
 
@@ -288,6 +500,11 @@ impl fmt::Debug for Recipe {
             .field("headers", &self.headers)
             .field("query", &self.query)
             .field("content", &self.content)
+            .field("read", &self.read)
+            .field(
+                "excluded",
+                &self.excluded.iter().map(|it| it.pointer.as_str()).collect::<Vec<_>>(),
+            )
             .field("key_id", &self.key.as_ref().map(|key| &key.id))
             .finish()
     }
@@ -421,6 +638,102 @@ mod tests {
         assert_ne!(with(&[]), with(&["1"]));
         assert_ne!(with(&["1", "2"]), with(&["2", "1"]));
         assert_eq!(with(&["1"]), with(&["1"]));
+    }
+
+    #[cfg(feature = "json")]
+    #[test]
+    fn what_is_read_counts_by_what_it_says_and_only_for_its_own_media_type() {
+        let patient = Recipe::new().canonical_json().canonical_form().multipart_parts();
+        let of = |recipe: &Recipe, content_type: &str, body: &str| {
+            *of(recipe, "POST", "/p", Some(content_type), body).digest()
+        };
+        let multipart = |boundary: &str, content: &str| {
+            let body = format!("--{boundary}\r\na: b\r\n\r\n{content}\r\n--{boundary}--");
+            let content_type = format!("multipart/form-data; boundary={boundary}");
+            (of(&patient, &content_type, &body), of(&Recipe::new(), &content_type, &body))
+        };
+        for (content_type, one, same, other) in [
+            ("application/json", r#"{"a":1,"b":2}"#, r#"{ "b": 2, "a": 1.0 }"#, r#"{"a":2,"b":1}"#),
+            ("application/merge-patch+json", "[1, 2]", "[1,2]", "[2,1]"),
+            ("application/x-www-form-urlencoded", "a=1+2&b=3", "b=3&a=1%202", "a=12&b=3"),
+        ] {
+            assert_eq!(of(&patient, content_type, one), of(&patient, content_type, same));
+            assert_ne!(of(&patient, content_type, one), of(&patient, content_type, other));
+            assert_ne!(
+                of(&Recipe::new(), content_type, one),
+                of(&Recipe::new(), content_type, same)
+            );
+            assert_ne!(of(&patient, "text/plain", one), of(&patient, "text/plain", same));
+        }
+        let (one, same, other) = (multipart("A", "x"), multipart("B", "x"), multipart("A", "y"));
+        assert_eq!(one.0, same.0);
+        assert!(one.0 != other.0 && one.1 != same.1);
+        // Compared byte for byte: what a parser would lose.
+        let lossy = [
+            (r#"{"a":1,"a":2}"#, r#"{"a":2}"#),
+            ("9007199254740993", "9007199254740992"),
+            (r#"{"a":1,"a":2}"#, r#"{ "a":1,"a":2}"#),
+        ];
+        for (one, other) in lossy {
+            let json = "application/json";
+            assert_ne!(of(&patient, json, one), of(&patient, json, other), "{one} {other}");
+            assert_eq!(of(&patient, json, one), of(&patient, json, one));
+        }
+    }
+
+    #[cfg(feature = "json")]
+    #[test]
+    fn excluded_fields_may_differ_and_one_that_never_matches_is_known() {
+        let pointer = JsonPointer::from_static;
+        let recipe = Recipe::new()
+            .canonical_json()
+            .canonical_form()
+            .exclude(pointer("/sent_at"))
+            .exclude(pointer("/auth/token"))
+            .exclude(pointer("/amuont"));
+        let json = |body: &str| *of(&recipe, "POST", "/p", Some("application/json"), body).digest();
+        let form = |body: &str| {
+            *of(&recipe, "POST", "/p", Some("application/x-www-form-urlencoded"), body).digest()
+        };
+        let one = json(r#"{"amount":1,"sent_at":1,"auth":{"token":"a"}}"#);
+        assert_eq!(one, json(r#"{"amount":1,"sent_at":2,"auth":{"token":"b"}}"#));
+        assert_ne!(one, json(r#"{"amount":2,"sent_at":1,"auth":{"token":"a"}}"#));
+        assert_eq!(form("amount=1&sent_at=1"), form("sent_at=2&amount=1"));
+        assert_ne!(form("amount=1&sent_at=1"), form("amount=2&sent_at=1"));
+        let never: Vec<_> = recipe.never_matched().map(JsonPointer::as_str).collect();
+        assert_eq!(never, ["/amuont"]);
+        assert!(!recipe.excludes_in_vain());
+        assert!(Recipe::new().exclude(pointer("/a")).excludes_in_vain());
+        assert!(Recipe::new().multipart_parts().exclude(pointer("/a")).excludes_in_vain());
+    }
+
+    #[cfg(feature = "json")]
+    #[test]
+    fn every_choice_has_an_id_of_its_own_and_the_order_of_choosing_does_not_count() {
+        let pointer = JsonPointer::from_static;
+        let all = [
+            Recipe::new(),
+            Recipe::ignoring_content(),
+            Recipe::new().query_order(QueryOrder::ByName),
+            Recipe::new().header(HeaderName::from_static("a")),
+            Recipe::new().keyed("a", b"s"),
+            Recipe::new().canonical_json(),
+            Recipe::new().canonical_form(),
+            Recipe::new().multipart_parts(),
+            Recipe::new().canonical_json().canonical_form(),
+            Recipe::new().canonical_json().exclude(pointer("/a")),
+            Recipe::new().canonical_json().exclude(pointer("/b")),
+            Recipe::new().canonical_json().exclude(pointer("/a")).exclude(pointer("/b")),
+        ];
+        for (index, one) in all.iter().enumerate() {
+            for other in &all[index + 1..] {
+                assert_ne!(one.id(), other.id(), "{one:?} {other:?}");
+            }
+        }
+        let reversed = Recipe::new().exclude(pointer("/b")).exclude(pointer("/a")).canonical_json();
+        assert_eq!(reversed.id(), all[11].id());
+        // Pinned, since records outlive a release: what it was before there were other ways to read.
+        assert_eq!(Recipe::new().id(), RecipeId([253, 27, 153, 87]));
     }
 
     #[test]

@@ -1,14 +1,18 @@
 //! Configuration: every choice of a route, its default, and the rules between them.
 
+mod recovery;
+
 use std::time::Duration;
 
 use http::header::{LOCATION, RETRY_AFTER};
 use http::{HeaderName, Method};
 
+pub use recovery::{Found, Interrupted, Reconciler, Recovery};
+
 use crate::error::ConfigError;
-use crate::fingerprint::{Fingerprints, Recipe};
+use crate::fingerprint::{Fingerprints, JsonPointer, Recipe};
 use crate::key::KeySyntax;
-use crate::record::{OnExpired, Terms};
+use crate::record::{Effects, Terms};
 use crate::response::HeaderRules;
 use crate::scope::Scope;
 
@@ -55,25 +59,15 @@ pub enum StoreDown {
     RunUnprotected,
 }
 
-/// What happens to a key whose handler died, or was paused past its lease.
-#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
-#[non_exhaustive]
-pub enum Recovery {
-    /// Nothing runs: retries are told that the outcome is unknown (409) until it is settled.
-    #[default]
-    AtMostOnce,
-    /// The handler runs again. Only for handlers whose every effect deduplicates on
-    /// [`Execution::downstream_key`](crate::Execution::downstream_key).
-    AtLeastOnce,
-}
-
-impl Recovery {
-    pub(crate) fn on_expired(self) -> OnExpired {
-        match self {
-            Self::AtMostOnce => OnExpired::Refuse,
-            Self::AtLeastOnce => OnExpired::Reexecute,
-        }
-    }
+/// Where a key may come from, if no header carries one.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub(crate) enum KeySource {
+    /// From nowhere else.
+    Headers,
+    /// From this place in a JSON body.
+    Body(JsonPointer),
+    /// From what the request says.
+    Content,
 }
 
 /// What refusals look like. The handler's own errors are its own business.
@@ -96,6 +90,7 @@ pub struct Config {
     pub(crate) scope: Scope,
     pub(crate) methods: Vec<Method>,
     pub(crate) key_headers: Vec<HeaderName>,
+    pub(crate) key_source: KeySource,
     pub(crate) key_syntax: KeySyntax,
     pub(crate) missing_key: MissingKey,
     pub(crate) recipes: Vec<Recipe>,
@@ -110,10 +105,12 @@ pub struct Config {
 }
 
 /// The part of a configuration that the engine needs.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub(crate) struct Policy {
     pub(crate) terms: Terms,
     pub(crate) recovery: Recovery,
+    pub(crate) effects: Effects,
+    pub(crate) reconcile_within: Duration,
     pub(crate) store_down: StoreDown,
     pub(crate) wait: Duration,
     pub(crate) store_call: Duration,
@@ -177,6 +174,8 @@ const STORE_CALL: Duration = Duration::from_millis(1500);
 const CLAIM_WITHIN: Duration = Duration::from_millis(2500);
 /// All sendings of one completion before the client is answered without it.
 const COMPLETE_WITHIN: Duration = Duration::from_secs(4);
+/// One question to a reconcile hook: an answer of a provider, within the patience of the client.
+const RECONCILE_WITHIN: Duration = Duration::from_secs(3);
 const STORE_BUDGET_MIN: Duration = Duration::from_millis(10);
 const STORE_BUDGET_MAX: Duration = Duration::from_secs(60);
 /// Far more than a caller with a healthy server has, and few enough that one caller alone does not hold all
@@ -203,6 +202,7 @@ impl Config {
                 scope: Scope::global(),
                 methods: vec![Method::POST, Method::PATCH],
                 key_headers: vec![IDEMPOTENCY_KEY],
+                key_source: KeySource::Headers,
                 key_syntax: KeySyntax::default(),
                 missing_key: MissingKey::default(),
                 recipes: vec![Recipe::new()],
@@ -220,6 +220,8 @@ impl Config {
                         unknown_retention: UNKNOWN_RETENTION,
                     },
                     recovery: Recovery::default(),
+                    effects: Effects::default(),
+                    reconcile_within: RECONCILE_WITHIN,
                     store_down: StoreDown::default(),
                     wait: WAIT,
                     store_call: STORE_CALL,
@@ -249,6 +251,28 @@ impl ConfigBuilder {
     /// carry several of them only if they name the same key.
     pub fn key_headers(mut self, names: impl IntoIterator<Item = HeaderName>) -> Self {
         self.config.key_headers = names.into_iter().collect();
+        self
+    }
+
+    /// Also looks for the key at this place in JSON bodies, as in Square's API
+    /// (`/idempotency_key`). The key is a string there, and stands for itself, without quotes of
+    /// its own. A request may carry it in a header as well, if both are the same.
+    ///
+    /// To look nowhere else, give no [`key_headers`](Self::key_headers).
+    pub fn key_from_body(mut self, pointer: JsonPointer) -> Self {
+        self.config.key_source = KeySource::Body(pointer);
+        self
+    }
+
+    /// Derives the key of a request that carries none from what it says, as SQS FIFO queues do:
+    /// equal requests of one caller within `window` are one. **Two payments that are meant and
+    /// happen to be equal are one too**; a client that sends a key of its own is not concerned.
+    ///
+    /// Equal is what the [fingerprint](Self::fingerprint) says. `window` is the
+    /// [retention](Self::retention), so it begins when the first of them is answered.
+    pub fn key_from_content(mut self, window: Duration) -> Self {
+        self.config.key_source = KeySource::Content;
+        self.config.policy.terms.retention = window;
         self
     }
 
@@ -313,6 +337,20 @@ impl ConfigBuilder {
     /// What happens to a key whose handler died.
     pub fn recovery(mut self, recovery: Recovery) -> Self {
         self.config.policy.recovery = recovery;
+        self
+    }
+
+    /// Where in the handler effects may happen. With [`Effects::Marked`] an attempt that dies before
+    /// its first [`checkpoint`](crate::Execution::checkpoint) frees its key, whatever the recovery.
+    pub fn effects(mut self, effects: Effects) -> Self {
+        self.config.policy.effects = effects;
+        self
+    }
+
+    /// How long the hook of [`Recovery::reconcile`] may take; after that it is dropped, and the
+    /// outcome is still unknown.
+    pub fn reconcile_within(mut self, bound: Duration) -> Self {
+        self.config.policy.reconcile_within = bound;
         self
     }
 
@@ -403,6 +441,7 @@ impl ConfigBuilder {
         policy.terms.unknown_retention =
             unknown_retention.unwrap_or_else(|| UNKNOWN_RETENTION.max(policy.terms.retention));
         let Policy { terms, wait, store_call, claim_within, complete_within, .. } = *policy;
+        let reconcile_within = policy.reconcile_within;
 
         bounded("lease", terms.lease, LEASE_MIN, LEASE_MAX)?;
         bounded("retention", terms.retention, LEASE_MIN, RETENTION_MAX)?;
@@ -411,6 +450,7 @@ impl ConfigBuilder {
         bounded("store_call_timeout", store_call, STORE_BUDGET_MIN, STORE_BUDGET_MAX)?;
         bounded("claim_within", claim_within, STORE_BUDGET_MIN, STORE_BUDGET_MAX)?;
         bounded("complete_within", complete_within, STORE_BUDGET_MIN, STORE_BUDGET_MAX)?;
+        bounded("reconcile_within", reconcile_within, STORE_BUDGET_MIN, STORE_BUDGET_MAX)?;
         bounded("request_timeout", config.request_timeout, LEASE_MIN, LEASE_MAX)?;
         bounded("response_timeout", config.response_timeout, LEASE_MIN, LEASE_MAX)?;
         not_shorter(("retention", terms.retention), ("lease", terms.lease))?;
@@ -433,12 +473,18 @@ impl ConfigBuilder {
         if let Some(safe) = config.methods.iter().find(|method| method.is_safe()) {
             return Err(ConfigError::SafeMethod(safe.clone()));
         }
-        if config.key_headers.is_empty() {
+        if config.key_source == KeySource::Content && config.recipes[0].ignores_content() {
+            return Err(ConfigError::ContentIgnored);
+        }
+        if config.key_headers.is_empty() && config.key_source == KeySource::Headers {
             return Err(ConfigError::NoKeyHeaders);
         }
         let given = config.recipes.len();
         if given > Fingerprints::MAX {
             return Err(ConfigError::TooManyRecipes { given, max: Fingerprints::MAX });
+        }
+        if config.recipes.iter().any(Recipe::excludes_in_vain) {
+            return Err(ConfigError::NothingToExcludeFrom);
         }
         if !is_absolute(&config.problem_base) {
             return Err(ConfigError::ProblemBase(config.problem_base));
@@ -547,6 +593,27 @@ mod tests {
         assert!(four.clone().build().is_ok());
         let error = four.also_accept(Recipe::new()).build().unwrap_err();
         assert_eq!(error, ConfigError::TooManyRecipes { given: 5, max: 4 });
+    }
+
+    #[test]
+    fn keys_come_from_somewhere_and_never_from_a_content_that_is_ignored() {
+        assert_eq!(builder().key_headers([]).build().unwrap_err(), ConfigError::NoKeyHeaders);
+        let pointer = JsonPointer::from_static("/idempotency_key");
+        assert!(builder().key_headers([]).key_from_body(pointer).build().is_ok());
+        let minutes = Duration::from_secs(300);
+        let derived = || builder().key_headers([]).key_from_content(minutes);
+        assert_eq!(derived().build().unwrap().policy.terms.retention, minutes);
+        let error = derived().fingerprint(Recipe::ignoring_content()).build().unwrap_err();
+        assert_eq!(error, ConfigError::ContentIgnored);
+    }
+
+    #[test]
+    fn fields_can_only_be_excluded_from_bodies_that_are_read() {
+        let excluding = |recipe: Recipe| recipe.exclude(JsonPointer::from_static("/sent_at"));
+        let error = builder().fingerprint(excluding(Recipe::new())).build().unwrap_err();
+        assert_eq!(error, ConfigError::NothingToExcludeFrom);
+        let read = excluding(Recipe::new().canonical_form());
+        assert!(builder().fingerprint(read).build().is_ok());
     }
 
     #[test]
