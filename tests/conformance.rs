@@ -5,6 +5,7 @@
 mod support;
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use support::redis::RedisServer;
 use tower_idempotency::store::redis::deadpool_redis::{Manager, Pool, Runtime};
@@ -51,4 +52,21 @@ async fn the_redis_store_keeps_its_promises_over_a_pool() {
             .unwrap();
         conformance::run_all(&RedisStore::from_pool(pool)).await;
     }
+}
+
+#[tokio::test]
+async fn the_redis_store_keeps_its_promises_when_it_waits_for_replicas() {
+    let server = RedisServer::start();
+    let _replica = server.start_replica(server.port());
+    server.wait_for_replicas(1);
+    let builder = || RedisStore::builder().wait(1).call_timeout(Duration::from_secs(8));
+    conformance::run_all(&builder().connect(&server.url()).await.unwrap()).await;
+    let pool = Pool::builder(Manager::new(server.url()).unwrap()).max_size(4).build().unwrap();
+    conformance::run_all(&builder().pool(pool).unwrap()).await;
+}
+
+#[tokio::test]
+async fn the_redis_store_keeps_its_promises_on_valkey() {
+    let server = RedisServer::start_valkey(&[]);
+    conformance::run_all(&RedisStore::connect(&server.url()).await.unwrap()).await;
 }

@@ -55,13 +55,21 @@ const PUT_FOR: Duration = Duration::from_secs(200 * MINUTE);
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_stores_agree_with_the_protocol() {
+    agree(RedisServer::start()).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_scripts_agree_with_the_protocol_on_valkey() {
+    agree(RedisServer::start_valkey(&[])).await;
+}
+
+async fn agree(server: RedisServer) {
     let seed = env::var("TOWER_IDEMPOTENCY_SEED")
         .map_or_else(|_| rand::random(), |seed| seed.parse().expect("a seed is a number"));
     let sequences = env::var("TOWER_IDEMPOTENCY_SEQUENCES")
         .map_or(SEQUENCES, |count| count.parse().expect("a count is a number"));
     println!("TOWER_IDEMPOTENCY_SEED={seed}");
 
-    let server = RedisServer::start();
     // Thousands of calls at once on a busy machine are not what the usual limit is for.
     let patient = RedisStore::builder().call_timeout(Duration::from_secs(60));
     let store = patient.connect(&server.url()).await.unwrap();
