@@ -7,6 +7,7 @@ mod support;
 use std::sync::Arc;
 use std::time::Duration;
 
+use support::groups::{RedisCluster, SentinelGroup};
 use support::redis::RedisServer;
 use tower_idempotency::store::redis::deadpool_redis::{Manager, Pool, Runtime};
 use tower_idempotency::store::{Faulty, conformance};
@@ -63,6 +64,24 @@ async fn the_redis_store_keeps_its_promises_when_it_waits_for_replicas() {
     conformance::run_all(&builder().connect(&server.url()).await.unwrap()).await;
     let pool = Pool::builder(Manager::new(server.url()).unwrap()).max_size(4).build().unwrap();
     conformance::run_all(&builder().pool(pool).unwrap()).await;
+}
+
+#[tokio::test]
+async fn the_redis_store_keeps_its_promises_through_sentinels() {
+    let group = SentinelGroup::start(1);
+    conformance::run_all(&RedisStore::connect(&group.url()).await.unwrap()).await;
+}
+
+#[tokio::test]
+async fn the_redis_store_keeps_its_promises_in_a_cluster() {
+    let cluster = RedisCluster::start(3, 0);
+    conformance::run_all(&RedisStore::connect(&cluster.url()).await.unwrap()).await;
+}
+
+#[tokio::test]
+async fn the_redis_store_keeps_its_promises_in_a_valkey_cluster() {
+    let cluster = RedisCluster::start_with(3, 0, RedisServer::start_valkey);
+    conformance::run_all(&RedisStore::connect(&cluster.url()).await.unwrap()).await;
 }
 
 #[tokio::test]

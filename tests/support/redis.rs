@@ -48,6 +48,11 @@ impl RedisServer {
         Self::start_program(&self.program, &["--replicaof", "127.0.0.1", &of.to_string()])
     }
 
+    /// Starts a Sentinel that watches `main` on a port. With two of them in agreement it acts.
+    pub fn start_sentinel(primary: u16) -> Self {
+        Self::start_program(Path::new("redis-server"), &["--sentinel", &primary.to_string()])
+    }
+
     fn start_program(program: &Path, options: &[&str]) -> Self {
         // Between the look at a port and the start somebody else may take it: then another one.
         for _ in 0..20 {
@@ -79,9 +84,7 @@ impl RedisServer {
     /// before it says so for the first time.)
     #[track_caller]
     pub fn wait_for_replicas(&self, count: usize) {
-        self.wait_until("replicas", &["info", "replication"], |said| {
-            said.matches("state=online").count() == count
-        });
+        self.wait_for_sync(count);
         // Something to confirm; otherwise the next thing is a ping after ten seconds.
         self.cli(&["set", "in-step", "?", "ex", "1000"]);
         self.wait_until("replicas in step", &["info", "replication"], |said| {
@@ -89,6 +92,14 @@ impl RedisServer {
             let offset = offset.map(str::trim).filter(|offset| *offset != "0");
             let in_step = |offset| said.matches(&format!("state=online,offset={offset},")).count();
             offset.is_some_and(|offset| in_step(offset) == count)
+        });
+    }
+
+    /// Waits until this many replicas are online.
+    #[track_caller]
+    pub fn wait_for_sync(&self, count: usize) {
+        self.wait_until("replicas", &["info", "replication"], |said| {
+            said.matches("state=online").count() == count
         });
     }
 
@@ -199,19 +210,33 @@ impl Drop for RedisServer {
 fn launch(program: &Path, port: u16, folder: &TempDir, options: &[String]) -> Child {
     let log = File::create(folder.path().join("log")).expect("a log file");
     let errors = log.try_clone().expect("a log file");
-    Command::new(program)
-        .args(["--port", &port.to_string(), "--bind", "127.0.0.1"])
-        .args(["--save", "", "--appendonly", "no"])
-        // By default a replica waits five seconds for company before it is served.
-        .args(["--repl-diskless-sync-delay", "0"])
-        .arg("--dir")
-        .arg(folder.path())
-        .args(options)
-        .stdin(Stdio::null())
-        .stdout(log)
-        .stderr(errors)
-        .spawn()
-        .unwrap_or_else(|error| missing(&program.to_string_lossy(), &error))
+    let mut command = Command::new(program);
+    command.stdin(Stdio::null()).stdout(log).stderr(errors);
+    if let [mode, primary] = options
+        && mode == "--sentinel"
+    {
+        // It keeps what it learns in its file.
+        let file = folder.path().join("sentinel.conf");
+        let settings = format!(
+            "port {port}\nbind 127.0.0.1\ndir {}\n\
+             sentinel monitor main 127.0.0.1 {primary} 2\n\
+             sentinel down-after-milliseconds main 1000\n\
+             sentinel failover-timeout main 4000\n",
+            folder.path().display()
+        );
+        std::fs::write(&file, settings).expect("a file for the Sentinel");
+        command.arg(file).arg(mode);
+    } else {
+        command
+            .args(["--port", &port.to_string(), "--bind", "127.0.0.1"])
+            .args(["--save", "", "--appendonly", "no"])
+            // By default a replica waits five seconds for company before it is served.
+            .args(["--repl-diskless-sync-delay", "0"])
+            .arg("--dir")
+            .arg(folder.path())
+            .args(options);
+    }
+    command.spawn().unwrap_or_else(|error| missing(&program.to_string_lossy(), &error))
 }
 
 /// The server that `tests/run` puts beside the build.

@@ -1,12 +1,16 @@
 //! Setting up a store: what can be chosen, and connecting.
 
 use std::error::Error as _;
+use std::fmt;
 use std::time::Duration;
 
 use ::{deadpool_redis, redis};
 
 use super::check::{Concern, StartupChecks};
-use super::connect::{CALL_TIMEOUT, CONNECT_TIMEOUT, Connections, Dialer, Node, Pooled};
+use super::connect::{
+    Address, AddressError, CALL_TIMEOUT, CONNECT_TIMEOUT, Certificates, Cluster, Connections,
+    Dialer, Failure, Node, Pooled,
+};
 use super::script::Wait;
 use super::{NAME, RedisStore};
 use crate::error::{StoreError, StoreErrorKind};
@@ -25,8 +29,8 @@ const LONGEST_WAIT: u64 = 1 << 31;
 /// Why a store could not be set up. The source of the error that is returned.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum SetupError {
-    #[error("{url_scheme}:// asks for TLS, which this store does not do yet; use redis://")]
-    Tls { url_scheme: &'static str },
+    #[error(transparent)]
+    Address(#[from] AddressError),
     #[error("the key prefix is empty")]
     PrefixEmpty,
     #[error("the key prefix has {0} bytes; at most {MAX_PREFIX} are allowed")]
@@ -76,7 +80,7 @@ fn list(concerns: &[Concern]) -> String {
 }
 
 /// Sets up a [`RedisStore`].
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 #[must_use]
 pub struct RedisStoreBuilder {
     prefix: String,
@@ -84,6 +88,21 @@ pub struct RedisStoreBuilder {
     connect_timeout: Duration,
     wait: u32,
     startup_checks: StartupChecks,
+    sentinel_password: Option<String>,
+    certificates: Option<Certificates>,
+}
+
+impl fmt::Debug for RedisStoreBuilder {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        // Neither passwords nor certificates.
+        f.debug_struct("RedisStoreBuilder")
+            .field("prefix", &self.prefix)
+            .field("call_timeout", &self.call_timeout)
+            .field("connect_timeout", &self.connect_timeout)
+            .field("wait", &self.wait)
+            .field("startup_checks", &self.startup_checks)
+            .finish_non_exhaustive()
+    }
 }
 
 impl RedisStoreBuilder {
@@ -94,6 +113,8 @@ impl RedisStoreBuilder {
             connect_timeout: CONNECT_TIMEOUT,
             wait: 0,
             startup_checks: StartupChecks::default(),
+            sentinel_password: None,
+            certificates: None,
         }
     }
 
@@ -146,28 +167,61 @@ impl RedisStoreBuilder {
         self
     }
 
-    /// Connects to `redis://[user:password@]host[:port][/db]`.
+    /// Whom the Sentinels of `redis+sentinel://` let in, if they ask for a password of their own.
+    pub fn sentinel_password(mut self, password: impl Into<String>) -> Self {
+        self.sentinel_password = Some(password.into());
+        self
+    }
+
+    /// Certificates for `rediss://`, in PEM: the authority that signed the server's, unless the
+    /// system knows it, and one of one's own if the server asks for it.
+    #[cfg(feature = "redis-tls")]
+    pub fn tls(mut self, certificates: redis::TlsCertificates) -> Self {
+        self.certificates = Some(certificates);
+        self
+    }
+
+    /// Connects to an address as [`RedisStore::connect`] takes it.
     ///
     /// # Errors
     /// See [`RedisStore::connect`]; also if a setting of this builder is out of its bounds.
     pub async fn connect(self, url: &str) -> Result<RedisStore, StoreError> {
         let prefix = self.check("connect")?;
-        for scheme in ["rediss", "valkeys"] {
-            if url.strip_prefix(scheme).is_some_and(|rest| rest.starts_with("://")) {
-                return Err(SetupError::Tls { url_scheme: scheme }.into_store_error("connect"));
+        let unusable = |error: AddressError| SetupError::from(error).into_store_error("connect");
+        let address = Address::parse(url, self.certificates.as_ref()).map_err(unusable)?;
+        let connections = self.reach(address).await.map_err(|failure| {
+            // Nothing of ours has been sent, so an outcome cannot be unknown.
+            let mut kind = failure.kind();
+            if kind == StoreErrorKind::OutcomeUnknown {
+                kind = StoreErrorKind::Unavailable;
             }
-        }
-        let failed = |kind| {
-            move |error: redis::RedisError| {
-                StoreError::new(kind, NAME, "connect").with_source(error)
+            StoreError::new(kind, NAME, "connect").with_source(failure.into_cause())
+        })?;
+        self.begin(RedisStore::new(connections, prefix, self.waiting())).await
+    }
+
+    async fn reach(&self, address: Address) -> Result<Connections, Failure> {
+        let connect_timeout = self.connect_timeout;
+        let no_dialer = |error: redis::RedisError| Failure::NotSent(error.into());
+        let dialer = match address {
+            Address::One(info) => Dialer::new(info, connect_timeout),
+            Address::Sentinel { sentinels, name, primary } => {
+                let sentinels = sentinels.into_iter().map(|info| self.let_in(info)).collect();
+                Dialer::through_sentinels(sentinels, name, primary, connect_timeout)
+            }
+            Address::Cluster(seeds) => {
+                let cluster = Cluster::connect(seeds, connect_timeout, self.call_timeout).await?;
+                return Ok(Connections::Cluster(cluster));
             }
         };
-        let dialer =
-            Dialer::new(url, self.connect_timeout).map_err(failed(StoreErrorKind::Backend))?;
-        let node = Node::connect(dialer, self.call_timeout)
-            .await
-            .map_err(failed(StoreErrorKind::Unavailable))?;
-        self.begin(RedisStore::new(Connections::Node(node), prefix, self.waiting())).await
+        let node = Node::connect(dialer.map_err(no_dialer)?, self.call_timeout);
+        Ok(Connections::Node(node.await.map_err(no_dialer)?))
+    }
+
+    fn let_in(&self, sentinel: redis::ConnectionInfo) -> redis::ConnectionInfo {
+        let Some(password) = &self.sentinel_password else { return sentinel };
+        let settings = sentinel.redis_settings().clone().set_password(password);
+        sentinel.set_redis_settings(settings)
     }
 
     async fn begin(&self, store: RedisStore) -> Result<RedisStore, StoreError> {

@@ -85,6 +85,12 @@ pub enum Concern {
         /// [`wait`](super::RedisStoreBuilder::wait).
         waited: u32,
     },
+    /// Most keys will be refused.
+    #[error(
+        "the server is one node of a cluster, and has a part of the keys only; connect to \
+         redis+cluster://host:port,host:port"
+    )]
+    OneNodeOfCluster,
     /// A question was not answered, so nothing is known.
     #[error(
         "{command} was refused ({reason}), so eviction, persistence and replicas could not be \
@@ -181,6 +187,9 @@ impl RedisStore {
         }
         if field("aof_last_write_status").is_some_and(|status| status != "ok") {
             concerns.push(Concern::CannotPersist);
+        }
+        if field("cluster_enabled") == Some("1") && !self.0.connections.are_a_cluster() {
+            concerns.push(Concern::OneNodeOfCluster);
         }
         let replicas = field("connected_slaves").and_then(|count| count.parse().ok()).unwrap_or(0);
         let waited = self.0.wait.map_or(0, |wait| wait.replicas);

@@ -109,6 +109,7 @@ pub(super) struct Answer {
 pub(super) struct Call {
     script: &'static Script,
     arguments: Cmd,
+    key: String,
     wait: Option<Wait>,
     in_full: bool,
 }
@@ -117,7 +118,7 @@ impl Call {
     fn new(script: &'static Script, key: &str) -> Self {
         let mut arguments = Cmd::new();
         arguments.arg("EVALSHA").arg(script.sha.as_str()).arg(1).arg(key);
-        Self { script, arguments, wait: None, in_full: false }
+        Self { script, arguments, key: key.to_owned(), wait: None, in_full: false }
     }
 
     /// Asks how many replicas have what the script wrote.
@@ -141,6 +142,11 @@ impl Call {
         let needed = self.wait?.replicas;
         let confirmed = answer.replicas.unwrap_or(0);
         (confirmed < needed).then_some(TooFewReplicas { confirmed, needed })
+    }
+
+    /// The one key that the script touches.
+    pub(super) fn key(&self) -> &str {
+        &self.key
     }
 
     fn arg(mut self, bytes: &[u8]) -> Self {

@@ -4,10 +4,13 @@
 //! runs already. Neither repeats a call: a script that may have run is reported as such, and
 //! whoever knows the claim decides.
 
+mod address;
+mod cluster;
 mod dial;
 mod lanes;
 mod node;
 mod pool;
+mod sentinel;
 mod shared;
 
 use std::fmt;
@@ -16,6 +19,8 @@ use std::time::Duration;
 use ::redis::aio::MultiplexedConnection;
 use ::redis::{Cmd, ErrorKind, RedisError, RedisResult, Value};
 
+pub(super) use address::{Address, AddressError, Certificates};
+pub(super) use cluster::Cluster;
 pub(super) use dial::Dialer;
 pub(super) use node::Node;
 pub(super) use pool::Pooled;
@@ -151,6 +156,7 @@ impl Message<'_> {
 pub(super) enum Connections {
     Node(Node),
     Pool(Pooled),
+    Cluster(Cluster),
 }
 
 impl Connections {
@@ -160,7 +166,12 @@ impl Connections {
         match self {
             Self::Node(node) => node.run(message, urgency).await,
             Self::Pool(pool) => pool.run(message, urgency).await,
+            Self::Cluster(cluster) => cluster.run(call, urgency).await,
         }
+    }
+
+    pub(super) fn are_a_cluster(&self) -> bool {
+        matches!(self, Self::Cluster(_))
     }
 
     /// Asks every server that takes writes.
@@ -169,6 +180,7 @@ impl Connections {
         let answer = match self {
             Self::Node(node) => node.run(message, Urgency::Urgent).await,
             Self::Pool(pool) => pool.run(message, Urgency::Urgent).await,
+            Self::Cluster(cluster) => return cluster.ask(question).await,
         };
         vec![answer.map(|answer| answer.value)]
     }
@@ -180,6 +192,7 @@ impl fmt::Debug for Connections {
         f.write_str(match self {
             Self::Node(_) => "shared connection",
             Self::Pool(_) => "pool",
+            Self::Cluster(_) => "cluster",
         })
     }
 }
