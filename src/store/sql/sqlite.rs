@@ -95,7 +95,8 @@ impl SqliteStore {
     /// Opens the file, and makes it if there is none.
     ///
     /// # Errors
-    /// [`StoreError`] if it cannot be opened.
+    /// [`StoreError`] if it cannot be opened. `:memory:` is refused: a database in memory belongs to
+    /// one connection.
     pub async fn open(path: impl AsRef<Path>) -> Result<Self, StoreError> {
         Ok(Self::new(open(path.as_ref()).await?))
     }
@@ -144,7 +145,8 @@ impl SqliteLeaseStore {
     /// Opens the file, and makes it if there is none.
     ///
     /// # Errors
-    /// [`StoreError`] if it cannot be opened.
+    /// [`StoreError`] if it cannot be opened. `:memory:` is refused: a database in memory belongs to
+    /// one connection.
     pub async fn open(path: impl AsRef<Path>) -> Result<Self, StoreError> {
         Ok(Self(LeaseCore::new(open(path.as_ref()).await?, BEGIN.into_sql_str())))
     }
@@ -182,6 +184,10 @@ impl SqliteLeaseStore {
 }
 
 async fn open(path: &Path) -> Result<SqlitePool, StoreError> {
+    if path.as_os_str() == ":memory:" {
+        let why = "a database in memory belongs to one connection: give a file";
+        return Err(StoreError::new(StoreErrorKind::Backend, "sqlite", "open").with_source(why));
+    }
     let options = SqliteConnectOptions::new()
         .filename(path)
         .create_if_missing(true)
