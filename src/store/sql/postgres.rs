@@ -224,7 +224,8 @@ impl PostgresStoreBuilder {
         let turns = pool.options().get_max_connections().saturating_sub(1).max(1) as usize;
         let lease = lease(pool.clone());
         let patience = Some(statement_timeout.saturating_add(SILENCE));
-        let texts = Texts { begin, claimed, patience };
+        let unlimited = Some("SET LOCAL statement_timeout = 0".into_sql_str());
+        let texts = Texts { begin, claimed, unlimited, patience };
         PostgresStore(Core::new(pool, turns, texts, lease))
     }
 }

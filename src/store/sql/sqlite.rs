@@ -114,7 +114,7 @@ impl SqliteStore {
     fn new(pool: SqlitePool) -> Self {
         let lease = LeaseCore::new(pool.clone(), BEGIN.into_sql_str());
         let claimed = SAVEPOINT.into_sql_str();
-        let texts = Texts { begin: BEGIN.into_sql_str(), claimed, patience: None };
+        let texts = Texts { begin: BEGIN.into_sql_str(), claimed, unlimited: None, patience: None };
         Self(Core::new(pool, 1, texts, lease))
     }
 
