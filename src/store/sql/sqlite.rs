@@ -18,8 +18,9 @@ use crate::error::{StoreError, StoreErrorKind};
 pub const SCHEMA: &str = "\
 CREATE TABLE IF NOT EXISTS idempotency_records (
     storage_key BLOB NOT NULL PRIMARY KEY CHECK (typeof(storage_key) = 'blob' AND length(storage_key) = 24),
-    -- 1 in flight, 2 open, 3 outcome unknown, 4 completed: for people, the record says it too
-    state INTEGER NOT NULL CHECK (state BETWEEN 1 AND 4),
+    -- for people, the record says it too: 1 in flight, 2 open, 3 outcome unknown, 4 completed,
+    -- 5 in flight and nothing has happened yet
+    state INTEGER NOT NULL CHECK (state BETWEEN 1 AND 5),
     -- milliseconds since 1970; a row past it counts as absent
     expires_at INTEGER NOT NULL CHECK (expires_at > 0),
     record BLOB NOT NULL CHECK (typeof(record) = 'blob' AND length(record) > 0),
