@@ -218,6 +218,9 @@ pub enum RejectionKind {
     /// The handler panicked in this very request, before it did anything: its effects are
     /// [marked](crate::Effects::Marked), and none was.
     HandlerFailedUntouched,
+    /// The handler failed in this very request, and the store undid everything that it wrote: the
+    /// key is free, and the same request may be sent again.
+    RolledBack,
     /// The operation is done, and its answer was not kept.
     ResultUnavailable {
         /// The status of the original answer.
@@ -240,6 +243,8 @@ pub enum RejectionKind {
     ScopeMissing,
     /// Too many requests wait for running operations already.
     TooManyWaiting,
+    /// The caller has too many operations in flight in this process already.
+    TooManyInFlight,
 }
 
 impl Rejection {

@@ -13,7 +13,8 @@ use http::HeaderValue;
 /// A key that a client chose to name one intended operation, as it stands after unquoting.
 ///
 /// It is 1 to 255 bytes of printable ASCII and compared byte for byte (`ABC` and `abc` are two keys).
-/// `Debug` never shows it: keys may hold personal data although clients are told not to do that.
+/// `Debug` never shows it, and there is no `Display`: keys may hold personal data although clients are
+/// told not to do that. Its text is [`as_str`](Self::as_str).
 ///
 /// # Clone
 /// Clones share one allocation.
@@ -77,6 +78,23 @@ pub enum KeyError {
 impl IdempotencyKey {
     /// The longest key, in bytes after unquoting: what Stripe accepts, and no provider accepts more.
     pub const MAX_LENGTH: usize = 255;
+
+    /// A new key: a random UUID (version 4, RFC 9562), as official payment SDKs make them.
+    ///
+    /// # Panics
+    /// If the operating system has no randomness to give: a key that is not unique is worse than none.
+    #[must_use]
+    pub fn random() -> Self {
+        let mut bytes = [0; 16];
+        getrandom::fill(&mut bytes).expect("the operating system gives random bytes");
+        bytes[6] = (bytes[6] & 0x0f) | 0x40;
+        bytes[8] = (bytes[8] & 0x3f) | 0x80;
+        let hex = |range: std::ops::Range<usize>| {
+            bytes[range].iter().map(|byte| format!("{byte:02x}")).collect::<String>()
+        };
+        let parts = [hex(0..4), hex(4..6), hex(6..8), hex(8..10), hex(10..16)];
+        Self(Arc::from(parts.join("-")))
+    }
 
     /// Reads one header value.
     ///
@@ -218,6 +236,19 @@ mod tests {
             assert_eq!(parsed, Err(KeyError::QuotesRequired));
         }
         assert!(IdempotencyKey::parse(b"\"abc\"", KeySyntax::QuotedOnly).is_ok());
+    }
+
+    #[test]
+    fn a_random_key_is_a_uuid_of_version_4_and_never_the_same() {
+        let keys: Vec<_> = (0..100).map(|_| IdempotencyKey::random()).collect();
+        for key in &keys {
+            let text = key.as_str().as_bytes();
+            assert_eq!((text.len(), text[14]), (36, b'4'), "{}", key.as_str());
+            assert!(b"89ab".contains(&text[19]), "{}", key.as_str());
+            check(text, Ok(key.as_str()));
+        }
+        let distinct: std::collections::HashSet<_> = keys.iter().collect();
+        assert_eq!(distinct.len(), keys.len());
     }
 
     #[test]

@@ -6,6 +6,8 @@
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
 mod checkpoint;
+#[cfg(feature = "client")]
+pub mod client;
 mod config;
 mod engine;
 mod error;
@@ -21,8 +23,9 @@ pub mod store;
 mod token;
 
 pub use config::{
-    Config, ConfigBuilder, Found, IDEMPOTENCY_KEY, IDEMPOTENCY_STATUS, IDEMPOTENT_REPLAYED,
-    Interrupted, MissingKey, Reconciler, Recovery, STRIPE_SHOULD_RETRY, StoreDown,
+    Config, ConfigBuilder, EXPOSED_HEADERS, ErrorFlavour, Found, IDEMPOTENCY_KEY,
+    IDEMPOTENCY_STATUS, IDEMPOTENT_REPLAYED, Interrupted, MissingKey, Reconciler, Recovery,
+    STRIPE_SHOULD_RETRY, StoreDown,
 };
 pub use engine::{Drained, Engine, Execution, WaitLimits};
 pub use error::{
@@ -36,5 +39,11 @@ pub use response::{CodecError, HeaderRules, StoredBody, StoredResponse};
 pub use scope::{DownstreamSeed, Identity, Scope, StorageKey};
 #[cfg(feature = "redis")]
 pub use store::redis::RedisStore;
+#[cfg(any(feature = "postgres", feature = "sqlite"))]
+pub use store::sql::Tx;
+#[cfg(feature = "postgres")]
+pub use store::sql::{PostgresLeaseStore, PostgresStore};
+#[cfg(feature = "sqlite")]
+pub use store::sql::{SqliteLeaseStore, SqliteStore};
 pub use store::{Lease, MemoryStore, Store};
 pub use token::{Attempt, Fence, HolderId};

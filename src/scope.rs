@@ -43,6 +43,26 @@ impl Identity {
     }
 }
 
+impl Identity {
+    /// The caller alone, in a form of fixed size, for counting.
+    pub(crate) fn caller_id(&self) -> CallerId {
+        let mut hasher = Sha256::new();
+        hasher.update(b"tower-idempotency caller 1");
+        for part in &self.0 {
+            hasher.update((part.len() as u64).to_be_bytes());
+            hasher.update(part.as_bytes());
+        }
+        let digest: [u8; 32] = hasher.finalize().into();
+        let mut bytes = [0; 16];
+        bytes.copy_from_slice(&digest[..16]);
+        CallerId(bytes)
+    }
+}
+
+/// A caller as it is counted: 16 bytes of a SHA-256, no text of it.
+#[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
+pub(crate) struct CallerId([u8; 16]);
+
 impl fmt::Debug for Identity {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Identity({} parts)", self.0.len())
@@ -60,6 +80,18 @@ impl From<&str> for Identity {
         Self(vec![part.into()])
     }
 }
+
+macro_rules! identity_from_number {
+    ($($number:ty),+) => {$(
+        impl From<$number> for Identity {
+            fn from(number: $number) -> Self {
+                Self::from(number.to_string())
+            }
+        }
+    )+};
+}
+
+identity_from_number!(u32, u64, u128, i32, i64);
 
 impl<A: Into<Box<str>>, B: Into<Box<str>>> From<(A, B)> for Identity {
     fn from((first, second): (A, B)) -> Self {
@@ -131,17 +163,24 @@ impl Scope {
 
     /// Finds the caller of a request; `path` is the whole path, also inside a nested router.
     ///
+    /// The caller is counted without the endpoint: else a caller of many endpoints would be many callers.
     /// `None` means that the request has no identity and must be refused.
-    pub(crate) fn identify(&self, parts: &Parts, path: &str) -> Option<Identity> {
+    pub(crate) fn identify(&self, parts: &Parts, path: &str) -> Option<(Identity, CallerId)> {
         let mut identity = match &self.extract {
             Some(extract) => extract(parts).filter(|identity| !identity.is_empty())?,
             None => Identity(Vec::new()),
         };
+        let caller = identity.caller_id();
         if self.endpoint == EndpointIdentity::Separate {
             identity.0.push(parts.method.as_str().into());
             identity.0.push(path.into());
         }
-        Some(identity)
+        Some((identity, caller))
+    }
+
+    /// True if there is one name space for everybody.
+    pub(crate) fn is_global(&self) -> bool {
+        self.extract.is_none()
     }
 }
 
@@ -291,6 +330,7 @@ mod tests {
         let scope = Scope::principal(|_: &Parts| None::<String>);
         assert_eq!(scope.identify(&parts("/p"), "/p"), None);
         assert!(Scope::global().identify(&parts("/p"), "/p").is_some());
+        assert!(Scope::global().is_global() && !scope.is_global());
     }
 
     #[test]
@@ -298,7 +338,8 @@ mod tests {
         let scope = Scope::principal(|_: &Parts| Some("acme")).per_endpoint();
         let one = scope.identify(&parts("/a"), "/a").unwrap();
         let two = scope.identify(&parts("/b"), "/b").unwrap();
-        assert_ne!(one, two);
+        assert_ne!(one.0, two.0);
+        assert_eq!(one.1, two.1, "it is one caller all the same");
     }
 
     #[test]

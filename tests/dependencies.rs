@@ -38,7 +38,6 @@ const ONE_VERSION: &[&str] = &[
     "redis",
     "serde",
     "serde_json",
-    "sha2",
     "sqlx",
     "sqlx-core",
     "thiserror",
@@ -51,8 +50,18 @@ const ONE_VERSION: &[&str] = &[
 ];
 
 /// What only an optional feature may pull in.
-const NOT_WITHOUT_FEATURES: &[&str] =
-    &["axum", "axum-core", "deadpool", "deadpool-redis", "hyper", "redis", "sqlx", "tower"];
+const NOT_WITHOUT_FEATURES: &[&str] = &[
+    "axum",
+    "axum-core",
+    "deadpool",
+    "deadpool-redis",
+    "hyper",
+    "redis",
+    "reqwest",
+    "reqwest-middleware",
+    "sqlx",
+    "tower",
+];
 
 fn metadata(features: &[&str]) -> Value {
     let run = |offline: &[&str]| {
@@ -205,6 +214,11 @@ fn without_features_there_is_neither_a_database_nor_a_web_framework() {
     let redis = names(&["--no-default-features", "--features", "redis"]);
     assert!(redis.contains("redis") && redis.contains("deadpool-redis"));
     assert!(!redis.contains("axum"), "redis pulls in axum");
+    let sqlite = names(&["--no-default-features", "--features", "sqlite"]);
+    assert!(sqlite.contains("sqlx-sqlite") && !sqlite.contains("sqlx-postgres"));
+    assert!(!sqlite.contains("sqlx-macros"), "sqlite pulls in the macros");
+    let postgres = names(&["--no-default-features", "--features", "postgres"]);
+    assert!(postgres.contains("sqlx-postgres") && !postgres.contains("libsqlite3-sys"));
     let axum = names(&["--no-default-features", "--features", "axum"]);
     assert!(axum.contains("axum"));
     assert!(!axum.contains("redis"), "axum pulls in redis");

@@ -16,12 +16,12 @@ use tokio::time::{Instant, sleep};
 use tower::{Layer as _, ServiceExt as _, service_fn};
 use tower_idempotency::record::{
     Claim, ClaimOutcome, CompleteOutcome, Completion, Release, ReleaseOutcome, RenewOutcome,
-    Renewal, Resolution, ResolveOutcome,
+    Renewal, Resolution, ResolveOutcome, Verdict, Writes,
 };
 use tower_idempotency::store::{Fault, Faulty, StoreFuture, Verb};
 use tower_idempotency::{
-    Config, ConfigBuilder, Execution, IdempotencyLayer, Lease, MemoryStore, Recovery, Scope,
-    StorageKey, Store, StoreDown, StoreError, StoreErrorKind,
+    Config, ConfigBuilder, Execution, IdempotencyLayer, Lease, MemoryStore, Outcome, Recovery,
+    Scope, StorageKey, Store, StoreDown, StoreError, StoreErrorKind,
 };
 
 const LEASE: Duration = Duration::from_secs(30);
@@ -43,6 +43,7 @@ struct HandlerGate {
     open: Arc<Notify>,
 }
 
+#[derive(Debug)]
 struct Answer {
     status: StatusCode,
     headers: HeaderMap,
@@ -426,13 +427,18 @@ impl Store for Transactional {
             let left = |left: usize| left.checked_sub(1);
             if self.conflicts.fetch_update(Ordering::SeqCst, Ordering::SeqCst, left).is_ok() {
                 let terms = completion.terms;
-                let verdict = tower_idempotency::record::Verdict::NoEffect;
+                let verdict = Verdict::NoEffect;
                 self.store.release(lease, &Release { terms, verdict }).await?;
                 return Err(StoreError::new(
                     StoreErrorKind::RolledBack,
                     "transactional",
                     "complete",
                 ));
+            }
+            if completion.writes == Writes::RollBack {
+                let release = Release { terms: completion.terms, verdict: Verdict::NoEffect };
+                self.store.release(lease, &release).await?;
+                return Ok(CompleteOutcome::RolledBack);
             }
             self.store.complete(lease, completion).await
         })
@@ -442,7 +448,11 @@ impl Store for Transactional {
         lease: &'a Lease,
         release: &'a Release,
     ) -> StoreFuture<'a, ReleaseOutcome> {
-        self.store.release(lease, release)
+        Box::pin(async move {
+            let release = Release { verdict: Verdict::NoEffect, ..*release };
+            self.store.release(lease, &release).await?;
+            Ok(ReleaseOutcome::RolledBack)
+        })
     }
     fn resolve<'a>(
         &'a self,
@@ -494,4 +504,90 @@ async fn running_again_has_a_bound() {
     let (answer, runs) = pay_transactional(1000).await;
     answer.expect(503, "idempotency_store_unavailable");
     assert_eq!(runs, 4);
+}
+
+/// Answers twice under one key with a store that undoes writes: both answers, and the runs.
+async fn pay_twice(
+    handler: impl Fn() -> Response<Full<Bytes>> + Clone + Send + Sync + 'static,
+) -> ([Answer; 2], usize) {
+    let store = Transactional { store: MemoryStore::new(), conflicts: AtomicUsize::new(0) };
+    let layer = IdempotencyLayer::new(config().build().unwrap(), store);
+    let runs = Arc::new(AtomicUsize::new(0));
+    let service = {
+        let runs = Arc::clone(&runs);
+        layer.layer(service_fn(move |_: Request<Full<Bytes>>| {
+            let (runs, handler) = (Arc::clone(&runs), handler.clone());
+            async move {
+                runs.fetch_add(1, Ordering::SeqCst);
+                Ok::<_, Infallible>(handler())
+            }
+        }))
+    };
+    let pay = async || {
+        let request = Request::post("/").header("idempotency-key", "k");
+        let response = service.clone().oneshot(request.body(Full::default()).unwrap()).await;
+        let (head, body) = response.unwrap().into_parts();
+        let body = body.collect().await.unwrap().to_bytes();
+        let body = String::from_utf8(body.into()).unwrap();
+        Answer { status: head.status, headers: head.headers, body }
+    };
+    ([pay().await, pay().await], runs.load(Ordering::SeqCst))
+}
+
+fn answering(status: u16) -> Response<Full<Bytes>> {
+    Response::builder().status(status).body(Full::default()).unwrap()
+}
+
+#[tokio::test(start_paused = true)]
+async fn where_writes_can_be_undone_a_server_error_frees_the_key_and_asks_for_a_retry() {
+    let (answers, runs) = pay_twice(|| answering(500)).await;
+    for answer in &answers {
+        assert_eq!(answer.status, 500);
+        assert!(answer.has("stripe-should-retry", "true"), "{answer:?}");
+        assert!(!answer.headers.contains_key("idempotent-replayed"), "{answer:?}");
+    }
+    assert_eq!(runs, 2);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_handler_that_says_itself_whether_to_retry_has_the_last_word() {
+    let handler = || {
+        let mut response = answering(503);
+        response.headers_mut().insert("stripe-should-retry", "false".parse().unwrap());
+        response
+    };
+    let (answers, _) = pay_twice(handler).await;
+    assert!(answers[0].has("stripe-should-retry", "false"), "{answers:?}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_error_whose_writes_are_to_be_kept_is_stored() {
+    let handler = || {
+        let mut response = answering(500);
+        response.extensions_mut().insert(Outcome::KeepWrites);
+        response
+    };
+    let (answers, runs) = pay_twice(handler).await;
+    assert!(answers[1].has("idempotent-replayed", "true"), "{answers:?}");
+    assert!(answers[0].has("stripe-should-retry", "false"), "{answers:?}");
+    assert_eq!(runs, 1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn where_writes_can_be_undone_refusals_are_stored() {
+    for status in [200, 302, 402, 422] {
+        let (answers, runs) = pay_twice(move || answering(status)).await;
+        assert!(answers[1].has("idempotent-replayed", "true"), "{status}: {answers:?}");
+        assert_eq!(runs, 1, "{status}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn where_writes_can_be_undone_a_panic_leaves_the_key_free() {
+    let (answers, runs) = pay_twice(|| panic!("on purpose")).await;
+    for answer in answers {
+        assert!(answer.has("stripe-should-retry", "true"), "{answer:?}");
+        answer.expect(500, "idempotency_rolled_back");
+    }
+    assert_eq!(runs, 2);
 }

@@ -64,6 +64,8 @@ const STATUS_CODES: &[&str] = &[
     "middleware/answer.rs",
     // The extractors' rejection in a route that has no layer.
     "middleware/extension.rs",
+    // What a server's status means for a client that may retry.
+    "client/judge.rs",
 ];
 
 /// Where a file or an import stands.
@@ -158,7 +160,14 @@ fn breaches(path: &str, text: &str) -> Vec<String> {
     }
     if here.floor <= EDGE && path != "store/mod.rs" {
         let own = |kind: &str| here.floor == STORES_FLOOR && kind.to_lowercase() == here.unit;
-        for (kind, name) in [("memory", "MemoryStore"), ("redis", "RedisStore")] {
+        for (kind, name) in [
+            ("memory", "MemoryStore"),
+            ("redis", "RedisStore"),
+            ("sql", "PostgresStore"),
+            ("sql", "PostgresLeaseStore"),
+            ("sql", "SqliteStore"),
+            ("sql", "SqliteLeaseStore"),
+        ] {
             if !own(kind) {
                 forbid(&[name], "nothing but a store itself knows which store it is");
             }

@@ -19,7 +19,7 @@ use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpListener;
 use tower_idempotency::record::{
     Claim, ClaimOutcome, CompleteOutcome, Completion, Finding, Release, ReleaseOutcome,
-    RenewOutcome, Renewal, Resolution, ResolveOutcome, Terms, Verdict,
+    RenewOutcome, Renewal, Resolution, ResolveOutcome, Terms, Verdict, Writes,
 };
 use tower_idempotency::{Lease, RedisStore, StorageKey, Store, StoreErrorKind};
 
@@ -279,7 +279,8 @@ async fn no_key_is_ever_without_an_expiry() {
         let terms = Terms { lease: time, retention: time, unknown_retention: time };
         let claim = Claim { terms, ..claim() };
         let renewal = Renewal { terms, checkpoint: None };
-        let completion = Completion { terms, response: Bytes::from_static(b"answer") };
+        let completion =
+            Completion { terms, response: Bytes::from_static(b"answer"), writes: Writes::Keep };
         for verdict in [None, Some(Verdict::NoEffect), Some(Verdict::Unknown)] {
             let key = new_key();
             let Ok(ClaimOutcome::Acquired(lease)) = store.claim(key, &claim).await else {

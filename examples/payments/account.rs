@@ -4,7 +4,7 @@
 use std::fmt;
 use std::sync::Arc;
 
-use axum::extract::Request;
+use axum::extract::{Request, State};
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
 use base64::Engine as _;
@@ -13,7 +13,9 @@ use http::header::{AUTHORIZATION, WWW_AUTHENTICATE};
 use http::request::Parts;
 use http::{HeaderMap, HeaderValue, Method, StatusCode};
 use serde_json::json;
-use tower_idempotency::{IDEMPOTENCY_KEY, IdempotencyKey, Identity, KeySyntax, Scope};
+use tower_idempotency::{
+    ErrorFlavour, IDEMPOTENCY_KEY, IdempotencyKey, Identity, KeySyntax, Scope,
+};
 
 /// The account of a request, and the connected account that it acts for.
 #[derive(Clone, Debug, Eq, PartialEq)]
@@ -34,13 +36,17 @@ pub(crate) fn scope() -> Scope {
 }
 
 /// Puts the [`Account`] into the request's extensions, or answers 401.
-pub(crate) async fn authenticate(mut request: Request, next: Next) -> Response {
+pub(crate) async fn authenticate(
+    State(flavour): State<ErrorFlavour>,
+    mut request: Request,
+    next: Next,
+) -> Response {
     match Account::of(request.headers()) {
         Ok(account) => {
             request.extensions_mut().insert(account);
             next.run(request).await
         }
-        Err(detail) => unauthorized(&request, detail),
+        Err(detail) => unauthorized(&request, flavour, detail),
     }
 }
 
@@ -108,7 +114,7 @@ fn is_name(name: &str) -> bool {
     (1..=100).contains(&name.len()) && name.split('_').all(|part| part.is_empty() || is_plain(part))
 }
 
-fn unauthorized(request: &Request, detail: &str) -> Response {
+fn unauthorized(request: &Request, flavour: ErrorFlavour, detail: &str) -> Response {
     let problem = json!({
         "type": "https://www.rfc-editor.org/rfc/rfc9110#section-15.5.2",
         "title": "Not authenticated",
@@ -122,12 +128,16 @@ fn unauthorized(request: &Request, detail: &str) -> Response {
             "message": detail,
         },
     });
+    let (media_type, body) = match flavour {
+        ErrorFlavour::Stripe => ("application/json", json!({ "error": problem["error"] })),
+        ErrorFlavour::Problem | _ => ("application/problem+json", problem),
+    };
     let headers = [
-        ("content-type", "application/problem+json"),
+        ("content-type", media_type),
         ("cache-control", "no-store"),
         ("stripe-should-retry", "false"),
     ];
-    let mut response = (StatusCode::UNAUTHORIZED, headers, problem.to_string()).into_response();
+    let mut response = (StatusCode::UNAUTHORIZED, headers, body.to_string()).into_response();
     let challenge = HeaderValue::from_static("Bearer realm=\"payments\", Basic realm=\"payments\"");
     response.headers_mut().insert(WWW_AUTHENTICATE, challenge);
     // The layer echoes the key on every answer to a keyed request; it was not asked here.

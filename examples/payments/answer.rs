@@ -83,6 +83,12 @@ impl ApiError {
         Self::new(status, "api_error", "unavailable", message.to_owned()).no_effect().try_again()
     }
 
+    /// Something broke, and nobody knows where.
+    pub(crate) fn panicked() -> Self {
+        let message = "something broke; the request may have taken effect".to_owned();
+        Self::new(StatusCode::INTERNAL_SERVER_ERROR, "api_error", "internal_error", message)
+    }
+
     /// Something broke after the charge.
     pub(crate) fn broken() -> Self {
         let message = "something broke after the charge".to_owned();

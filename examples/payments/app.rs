@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use axum::extract::{DefaultBodyLimit, Request, State};
-use axum::middleware::{Next, from_fn, from_fn_with_state};
+use axum::middleware::{Next, from_fn_with_state};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use axum::{Json, Router};
@@ -13,6 +13,7 @@ use http::StatusCode;
 use http::header::CONTENT_TYPE;
 use metrics_exporter_prometheus::PrometheusHandle;
 use serde_json::json;
+use tower_http::catch_panic::CatchPanicLayer;
 use tower_idempotency::{IdempotencyLayer, Store};
 
 use crate::account::authenticate;
@@ -20,6 +21,9 @@ use crate::answer::ApiError;
 use crate::flags::Rules;
 use crate::ledger::Ledger;
 use crate::payments::{create, ledger, list, refund, show, void};
+use crate::stripe::{
+    create_charge, create_intent, create_refund, show_charge, show_intent, show_refund,
+};
 
 /// What the handlers share.
 #[derive(Clone, Debug)]
@@ -40,6 +44,15 @@ pub(crate) fn router(app: App, rules: Rules, idempotency: &IdempotencyLayer) -> 
         .route("/v1/payments/{id}/refunds", post(refund))
         .route_layer(from_fn_with_state(app.clone(), refuse_while_draining))
         .route_layer(idempotency.clone());
+    let stripe = Router::new()
+        .route("/v1/payment_intents", post(create_intent))
+        .route("/v1/payment_intents/{id}", get(show_intent))
+        .route("/v1/charges", post(create_charge))
+        .route("/v1/charges/{id}", get(show_charge))
+        .route("/v1/refunds", post(create_refund))
+        .route("/v1/refunds/{id}", get(show_refund))
+        .route_layer(from_fn_with_state(app.clone(), refuse_while_draining))
+        .route_layer(idempotency.with_config(rules.stripe));
     let voids = Router::new()
         .route("/v1/payments/{id}", get(show).delete(void))
         .route_layer(from_fn_with_state(app.clone(), refuse_while_draining))
@@ -51,12 +64,15 @@ pub(crate) fn router(app: App, rules: Rules, idempotency: &IdempotencyLayer) -> 
         .route("/metrics", get(metrics));
 
     payments
+        .merge(stripe)
         .merge(voids)
-        .route_layer(from_fn(authenticate))
+        .route_layer(from_fn_with_state(rules.flavour, authenticate))
         .merge(open)
         .fallback(async || ApiError::not_found("route"))
         .method_not_allowed_fallback(async || ApiError::method_not_allowed())
         .layer(DefaultBodyLimit::max(rules.body_limit))
+        // A handler with a key is caught by the layer itself; this is for those without one.
+        .layer(CatchPanicLayer::custom(|_| ApiError::panicked().into_response()))
         .with_state(app)
 }
 

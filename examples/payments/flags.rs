@@ -8,7 +8,7 @@ use clap::builder::BoolishValueParser;
 use clap::error::ErrorKind;
 use clap::{CommandFactory as _, Parser, ValueEnum};
 use http::Method;
-use tower_idempotency::{Config, ConfigBuilder, ConfigError, MissingKey, Recovery};
+use tower_idempotency::{Config, ConfigBuilder, ConfigError, ErrorFlavour, MissingKey, Recovery};
 
 use crate::account;
 use crate::store::StoreUrl;
@@ -22,13 +22,15 @@ pub(crate) struct Flags {
     #[arg(value_parser = address)]
     pub(crate) listen: SocketAddr,
 
-    /// Where idempotency records are kept: `memory:` or `redis://HOST:PORT`.
-    #[arg(long, env = "PAYMENTS_STORE", value_name = "URL", default_value = "memory:")]
-    pub(crate) store: StoreUrl,
+    /// Where idempotency records are kept: `sqlite:PATH`, `postgres://…`, `redis://HOST:PORT` or
+    /// `memory:` [default: in the file of the ledger].
+    #[arg(long, env = "PAYMENTS_STORE", value_name = "URL")]
+    store: Option<StoreUrl>,
 
-    /// The SQLite file of what really happened. Several processes may share one.
-    #[arg(long, env = "PAYMENTS_LEDGER", value_name = "PATH", default_value = "payments.db")]
-    pub(crate) ledger: PathBuf,
+    /// The SQLite file of what really happened. Several processes may share one. With an SQL store
+    /// that is the store's own database [default: payments.db].
+    #[arg(long, env = "PAYMENTS_LEDGER", value_name = "PATH")]
+    ledger: Option<PathBuf>,
 
     /// How long a claim holds without being renewed [default: 30, or half of a shorter retention].
     #[arg(long, env = "PAYMENTS_LEASE", value_name = "SECONDS", value_parser = seconds)]
@@ -89,6 +91,9 @@ pub(crate) struct Rules {
     pub(crate) required: Config,
     /// For voids: DELETE, with a key or without.
     pub(crate) optional: Config,
+    /// For the routes in Stripe's shape: POST, with a key or without.
+    pub(crate) stripe: Config,
+    pub(crate) flavour: ErrorFlavour,
     pub(crate) body_limit: usize,
     pub(crate) note: Option<String>,
 }
@@ -103,21 +108,57 @@ impl Flags {
         }
     }
 
+    /// The store: without a flag it is the ledger's own file.
+    pub(crate) fn store(&self) -> StoreUrl {
+        self.store.clone().unwrap_or_else(|| StoreUrl::Sqlite(self.ledger()))
+    }
+
+    /// The file of the ledger, where the store's database does not hold it.
+    pub(crate) fn ledger(&self) -> PathBuf {
+        self.ledger.clone().unwrap_or_else(|| LEDGER.into())
+    }
+
     /// The rules of the routes, with this recovery.
     pub(crate) fn rules(&self, recovery: &Recovery) -> Result<Rules, String> {
-        if self.stripe_errors {
-            return Err("--stripe-errors is not supported by this build yet".to_owned());
+        match (&self.store, &self.ledger) {
+            (Some(StoreUrl::Sqlite(store)), Some(ledger)) if store != ledger => {
+                return Err(
+                    "--ledger: with an sqlite: store the ledger is in the store's file".into()
+                );
+            }
+            (Some(StoreUrl::Postgres(_)), Some(_)) => {
+                return Err(
+                    "--ledger: with a postgres: store the ledger is in the store's database".into(),
+                );
+            }
+            _ => {}
         }
         let (lease, note) = self.lease();
         let body_limit = self.body_limit as usize;
+        let flavour = match self.stripe_errors {
+            true => ErrorFlavour::Stripe,
+            false => ErrorFlavour::Problem,
+        };
+        let patience = match self.store() {
+            StoreUrl::Sqlite(_) => |builder: ConfigBuilder| {
+                builder
+                    .store_call_timeout(QUEUE_WITHIN)
+                    .claim_within(QUEUE_WITHIN)
+                    .complete_within(QUEUE_WITHIN)
+            },
+            StoreUrl::Memory | StoreUrl::Redis(_) | StoreUrl::Postgres(_) => {
+                |builder: ConfigBuilder| builder
+            }
+        };
         let common = || {
-            Config::builder()
+            patience(Config::builder())
                 .scope(account::scope())
                 .lease(lease)
                 .retention(self.retention)
                 .wait(self.wait)
                 .recovery(recovery.clone())
                 .reconcile_within(ASK_WITHIN)
+                .error_flavour(flavour)
                 .request_limit(body_limit)
                 .response_limit(self.response_limit as usize)
         };
@@ -128,6 +169,13 @@ impl Flags {
             optional: build(
                 common().methods([Method::DELETE]).missing_key(MissingKey::PassThrough),
             )?,
+            stripe: build(
+                common()
+                    .methods([Method::POST])
+                    .missing_key(MissingKey::PassThrough)
+                    .recovery(in_stripes_shape(recovery)),
+            )?,
+            flavour,
             body_limit,
             note,
         })
@@ -153,6 +201,19 @@ impl Flags {
 
 /// The processor is a file beside us; and all of a request takes less than ten seconds.
 const ASK_WITHIN: Duration = Duration::from_secs(1);
+/// An answer in Stripe's shape depends on the route, so there the handler runs again instead of being
+/// reconstructed: under the same provider key it finds what was charged.
+fn in_stripes_shape(recovery: &Recovery) -> Recovery {
+    if matches!(recovery, Recovery::Reconcile(_)) {
+        return Recovery::AtLeastOnce;
+    }
+    recovery.clone()
+}
+
+const LEDGER: &str = "payments.db";
+/// SQLite has one writer at a time, and some test cards are slow: so requests queue for longer than a
+/// service would let them.
+const QUEUE_WITHIN: Duration = Duration::from_secs(8);
 const DEFAULT_LEASE: Duration = Duration::from_secs(30);
 /// The library's own bound.
 const SHORTEST_LEASE: Duration = Duration::from_millis(50);
@@ -190,6 +251,8 @@ mod tests {
     fn the_defaults_are_valid() {
         Flags::command().debug_assert();
         assert_eq!(rules(&[]).unwrap().note, None);
+        assert_eq!(rules(&[]).unwrap().flavour, ErrorFlavour::Problem);
+        assert_eq!(rules(&["--stripe-errors"]).unwrap().flavour, ErrorFlavour::Stripe);
     }
 
     #[test]
@@ -219,7 +282,6 @@ mod tests {
 
     #[test]
     fn what_is_not_built_yet_is_refused_by_name() {
-        assert!(rules(&["--stripe-errors"]).unwrap_err().contains("not supported"));
         assert!(rules(&["--recovery", "maybe"]).is_err());
     }
 }

@@ -19,7 +19,9 @@ use tracing_subscriber::EnvFilter;
 mod account;
 mod answer;
 mod app;
+mod books;
 mod flags;
+mod form;
 mod ledger;
 mod payments;
 mod reconcile;
@@ -27,10 +29,11 @@ mod serve;
 mod source;
 mod store;
 mod stream;
+mod stripe;
 
 use app::App;
 use flags::{Flags, RecoveryMode};
-use ledger::{Deduplicate, Ledger};
+use ledger::Deduplicate;
 
 #[tokio::main]
 async fn main() -> ExitCode {
@@ -49,14 +52,11 @@ async fn main() -> ExitCode {
 async fn run(flags: &Flags) -> Result<(), Box<dyn Error>> {
     let metrics = record_metrics()?;
     let stop = serve::stop_signal()?;
-    let store = flags.store.open().await?;
     let deduplicate = match flags.recovery {
         RecoveryMode::AtMostOnce => Deduplicate::No,
         RecoveryMode::AtLeastOnce | RecoveryMode::Reconcile => Deduplicate::Yes,
     };
-    let ledger = Ledger::open(&flags.ledger, deduplicate)
-        .await
-        .map_err(|error| format!("cannot open the ledger {}: {error}", flags.ledger.display()))?;
+    let (store, ledger) = flags.store().open(&flags.ledger(), deduplicate).await?;
     let recovery = match flags.recovery {
         RecoveryMode::AtMostOnce => Recovery::AtMostOnce,
         RecoveryMode::AtLeastOnce => Recovery::AtLeastOnce,
@@ -103,8 +103,8 @@ fn greet(address: SocketAddr, flags: &Flags) {
         )
     };
     let (first, changed) = (pay(1999), pay(2999));
-    let store = &flags.store;
-    let ledger = flags.ledger.display();
+    let store = flags.store();
+    let ledger = store.ledger(&flags.ledger());
     // Whoever reads this may have gone away; that is no reason to stop.
     let _ = write!(
         std::io::stdout().lock(),

@@ -16,13 +16,14 @@ use tower_idempotency::{Execution, IdempotencyKey};
 use crate::account::Account;
 use crate::answer::ApiError;
 use crate::app::App;
+use crate::books::Books;
 use crate::ledger::{Cause, NewPayment, Payment};
 use crate::source::{Source, When};
 use crate::stream;
 
-type Answer = Result<Response, ApiError>;
+pub(crate) type Answer = Result<Response, ApiError>;
 /// An id that is no UTF-8 names nothing; so the handler looks at the rejection itself.
-type Id = Result<Path<String>, PathRejection>;
+pub(crate) type Id = Result<Path<String>, PathRejection>;
 
 /// The body of `POST /v1/payments`.
 #[derive(Debug, Deserialize)]
@@ -49,7 +50,7 @@ const LARGEST_AMOUNT: u32 = 99_999_999;
 
 /// `POST /v1/payments`. The layer lets one of all the retries in; what it answers is what all get.
 pub(crate) async fn create(
-    State(app): State<App>,
+    mut books: Books,
     Extension(account): Extension<Account>,
     key: IdempotencyKey,
     execution: Execution,
@@ -57,15 +58,9 @@ pub(crate) async fn create(
     body: Bytes,
 ) -> Answer {
     let (source, new) = parse_payment(&headers, &body)?;
-    let cause = Cause {
-        account: account.to_string(),
-        key_id: key_id(&key),
-        // The same for every attempt: it lets the processor recognise a charge that it has made.
-        provider_key: Some(execution.downstream_key("charge")),
-        attempt: execution.attempt().number(),
-    };
+    let cause = cause_of(&account, Some(&key), Some(&execution), "charge");
     before_the_charge(source, cause.attempt).await?;
-    let payment = app.ledger.charge(&cause, &new).await?;
+    let payment = books.charge(&cause, &new).await?;
     after_the_charge(source, cause.attempt).await?;
 
     if source == Source::Stream {
@@ -88,7 +83,7 @@ pub(crate) fn receipt(source: Source, mut payment: Payment) -> Response {
 }
 
 /// The ways to fail while certainly nothing has happened.
-async fn before_the_charge(source: Source, attempt: u32) -> Result<(), ApiError> {
+pub(crate) async fn before_the_charge(source: Source, attempt: u32) -> Result<(), ApiError> {
     let first = attempt == 1;
     match source {
         Source::Declined => return Err(ApiError::declined()),
@@ -114,7 +109,7 @@ async fn before_the_charge(source: Source, attempt: u32) -> Result<(), ApiError>
 }
 
 /// The ways to fail when the money has moved.
-async fn after_the_charge(source: Source, attempt: u32) -> Result<(), ApiError> {
+pub(crate) async fn after_the_charge(source: Source, attempt: u32) -> Result<(), ApiError> {
     let first = attempt == 1;
     match source {
         Source::ChargeThen500 => return Err(ApiError::broken()),
@@ -138,7 +133,7 @@ async fn after_the_charge(source: Source, attempt: u32) -> Result<(), ApiError> 
 
 /// `POST /v1/payments/{id}/refunds`.
 pub(crate) async fn refund(
-    State(app): State<App>,
+    mut books: Books,
     Extension(account): Extension<Account>,
     id: Id,
     key: IdempotencyKey,
@@ -152,16 +147,11 @@ pub(crate) async fn refund(
     };
     let amount = amount.map(checked_amount).transpose()?;
     let id = known(id)?;
-    let cause = Cause {
-        account: account.to_string(),
-        key_id: key_id(&key),
-        provider_key: Some(execution.downstream_key("refund")),
-        attempt: execution.attempt().number(),
-    };
-    if let Some(refund) = app.ledger.refund(&cause, &id, amount).await? {
+    let cause = cause_of(&account, Some(&key), Some(&execution), "refund");
+    if let Some(refund) = books.refund(&cause, &id, amount).await? {
         return Ok((StatusCode::CREATED, Json(refund)).into_response());
     }
-    match app.ledger.payment(&cause.account, &id).await? {
+    match books.payment(&cause.account, &id).await? {
         None => Err(ApiError::not_found("payment")),
         Some(_) => Err(ApiError::conflict("refund_too_large", "less than that is left to refund")),
     }
@@ -169,23 +159,18 @@ pub(crate) async fn refund(
 
 /// `DELETE /v1/payments/{id}`. Without a key the layer stays out of it, and so do its extractors.
 pub(crate) async fn void(
-    State(app): State<App>,
+    mut books: Books,
     Extension(account): Extension<Account>,
     id: Id,
     key: Option<IdempotencyKey>,
     execution: Option<Execution>,
 ) -> Answer {
     let id = known(id)?;
-    let cause = Cause {
-        account: account.to_string(),
-        key_id: key.as_ref().map(key_id).unwrap_or_default(),
-        provider_key: execution.as_ref().map(|execution| execution.downstream_key("void")),
-        attempt: execution.as_ref().map_or(1, |execution| execution.attempt().number()),
-    };
-    if let Some(payment) = app.ledger.void(&cause, &id).await? {
+    let cause = cause_of(&account, key.as_ref(), execution.as_ref(), "void");
+    if let Some(payment) = books.void(&cause, &id).await? {
         return Ok(Json(payment).into_response());
     }
-    match app.ledger.payment(&cause.account, &id).await? {
+    match books.payment(&cause.account, &id).await? {
         None => Err(ApiError::not_found("payment")),
         Some(_) => Err(ApiError::conflict(
             "payment_not_voidable",
@@ -230,6 +215,22 @@ pub(crate) async fn ledger(State(app): State<App>) -> Answer {
     Ok(Json(json!({ "charges": charges, "refunds": refunds, "entries": entries })).into_response())
 }
 
+/// Who causes an effect. Without a key the layer stays out of it, and every request is the first.
+pub(crate) fn cause_of(
+    account: &Account,
+    key: Option<&IdempotencyKey>,
+    execution: Option<&Execution>,
+    effect: &str,
+) -> Cause {
+    Cause {
+        account: account.to_string(),
+        key_id: key.map(key_id).unwrap_or_default(),
+        // The same for every attempt: it lets the processor recognise what it has done already.
+        provider_key: execution.map(|execution| execution.downstream_key(effect)),
+        attempt: execution.map_or(1, |execution| execution.attempt().number()),
+    }
+}
+
 /// A key as the ledger shows it: enough to find it, too little to use it.
 fn key_id(key: &IdempotencyKey) -> String {
     let digest = Sha256::digest(key.as_str());
@@ -241,30 +242,43 @@ fn known(id: Id) -> Result<String, ApiError> {
 }
 
 fn parse_payment(headers: &HeaderMap, body: &[u8]) -> Result<(Source, NewPayment), ApiError> {
-    let CreateBody { amount, currency, source: name, description } = parse_json(headers, body)?;
+    let CreateBody { amount, currency, source, description } = parse_json(headers, body)?;
+    new_payment(amount, &currency, &source, description)
+}
+
+pub(crate) fn new_payment(
+    amount: u32,
+    currency: &str,
+    source: &str,
+    description: Option<String>,
+) -> Result<(Source, NewPayment), ApiError> {
     let amount = checked_amount(amount)?;
     if currency.len() != 3 || !currency.bytes().all(|byte| byte.is_ascii_alphabetic()) {
         return Err(ApiError::invalid("currency_invalid", "currency must be three letters"));
     }
-    let source = Source::parse(&name)
+    let what = Source::parse(source)
         .ok_or_else(|| ApiError::invalid("source_invalid", "there is no such test source"))?;
-    let currency = currency.to_ascii_lowercase();
-    Ok((source, NewPayment { amount, currency, source: name, description }))
+    let (currency, source) = (currency.to_ascii_lowercase(), source.to_owned());
+    Ok((what, NewPayment { amount, currency, source, description }))
 }
 
-fn checked_amount(amount: u32) -> Result<u32, ApiError> {
+pub(crate) fn checked_amount(amount: u32) -> Result<u32, ApiError> {
     match amount {
         1..=LARGEST_AMOUNT => Ok(amount),
         _ => Err(ApiError::invalid("amount_invalid", "amount must be 1 to 99999999")),
     }
 }
 
+/// The type of a body in lower case, without parameters.
+pub(crate) fn media_type(headers: &HeaderMap) -> String {
+    let media_type = headers.get(CONTENT_TYPE).and_then(|value| value.to_str().ok()).unwrap_or("");
+    media_type.split(';').next().unwrap_or("").trim().to_ascii_lowercase()
+}
+
 /// By hand and not by axum's `Json`: an extractor that refuses does so inside the handler, and the
 /// layer would store that answer. Here every refusal says that it had no effect.
 fn parse_json<T: DeserializeOwned>(headers: &HeaderMap, body: &[u8]) -> Result<T, ApiError> {
-    let media_type = headers.get(CONTENT_TYPE).and_then(|value| value.to_str().ok()).unwrap_or("");
-    let media_type = media_type.split(';').next().unwrap_or("").trim();
-    if !media_type.eq_ignore_ascii_case("application/json") {
+    if media_type(headers) != "application/json" {
         let message = "the body must be application/json";
         return Err(ApiError::invalid("unsupported_media_type", message));
     }

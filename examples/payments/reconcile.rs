@@ -5,6 +5,7 @@ use axum::response::{IntoResponse as _, Response};
 use http::StatusCode;
 use tower_idempotency::{Found, Interrupted, Recovery};
 
+use crate::books::Books;
 use crate::ledger::{Done, Ledger, LedgerError};
 use crate::payments::receipt;
 use crate::source::Source;
@@ -37,7 +38,7 @@ async fn find(ledger: &Ledger, interrupted: &Interrupted) -> Result<Found, Ledge
         ["charge", "refund", "void"].map(|effect| interrupted.downstream_key(effect));
     // The attempt that answers is the one that asked.
     let attempt = interrupted.attempt().next().number();
-    Ok(match ledger.done(&provider_keys, attempt).await? {
+    Ok(match Books::done(ledger, provider_keys, attempt).await? {
         None => Found::NothingHappened,
         Some(Done::Charge(payment)) => {
             let source = Source::parse(payment.source()).unwrap_or(Source::Visa);

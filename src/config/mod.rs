@@ -4,6 +4,7 @@ mod recovery;
 
 use std::time::Duration;
 
+use http::header::{LOCATION, RETRY_AFTER};
 use http::{HeaderName, Method};
 
 pub use recovery::{Found, Interrupted, Reconciler, Recovery};
@@ -23,6 +24,17 @@ pub const IDEMPOTENT_REPLAYED: HeaderName = HeaderName::from_static("idempotent-
 pub const IDEMPOTENCY_STATUS: HeaderName = HeaderName::from_static("idempotency-status");
 /// The header that payment SDKs obey before they look at a status.
 pub const STRIPE_SHOULD_RETRY: HeaderName = HeaderName::from_static("stripe-should-retry");
+
+/// The response headers of this layer that scripts in browsers want to read, with those that it
+/// gives a meaning to: for `CorsLayer::expose_headers`. (For requests, allow [`IDEMPOTENCY_KEY`].)
+pub const EXPOSED_HEADERS: [HeaderName; 6] = [
+    IDEMPOTENCY_KEY,
+    IDEMPOTENT_REPLAYED,
+    IDEMPOTENCY_STATUS,
+    STRIPE_SHOULD_RETRY,
+    RETRY_AFTER,
+    LOCATION,
+];
 
 /// What happens to a request without a key.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
@@ -47,6 +59,20 @@ pub enum StoreDown {
     RunUnprotected,
 }
 
+/// What refusals look like. The handler's own errors are its own business.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+#[non_exhaustive]
+pub enum ErrorFlavour {
+    /// Problem documents (RFC 9457), with an `error` object for payment SDKs. A key that was used
+    /// with another request is 422, as in the IETF draft.
+    #[default]
+    Problem,
+    /// `{"error": {"type", "code", "message", ..}}` as `application/json`, as at Stripe. A key that
+    /// was used with another request is 400 with the type `idempotency_error`, which is what
+    /// Stripe's clients make their idempotency error of; at 422 they do not.
+    Stripe,
+}
+
 /// The rules of a route, checked and unchangeable. Made by [`Config::builder`].
 #[derive(Clone, Debug)]
 pub struct Config {
@@ -62,6 +88,7 @@ pub struct Config {
     pub(crate) response_limit: usize,
     pub(crate) response_timeout: Duration,
     pub(crate) problem_base: String,
+    pub(crate) error_flavour: ErrorFlavour,
     pub(crate) policy: Policy,
 }
 
@@ -77,6 +104,7 @@ pub(crate) struct Policy {
     pub(crate) store_call: Duration,
     pub(crate) claim_within: Duration,
     pub(crate) complete_within: Duration,
+    pub(crate) in_flight_per_caller: usize,
 }
 
 /// Builds a [`Config`]. Every setting but the scope has a default.
@@ -100,6 +128,7 @@ pub struct ConfigBuilder {
     scope: Option<Scope>,
     unknown_retention: Option<Duration>,
     also_accepted: Vec<Recipe>,
+    in_flight_per_caller: Option<usize>,
     config: Config,
 }
 
@@ -137,6 +166,9 @@ const COMPLETE_WITHIN: Duration = Duration::from_secs(4);
 const RECONCILE_WITHIN: Duration = Duration::from_secs(3);
 const STORE_BUDGET_MIN: Duration = Duration::from_millis(10);
 const STORE_BUDGET_MAX: Duration = Duration::from_secs(60);
+/// Far more than a caller with a healthy server has, and few enough that one caller alone does not hold all
+/// memory: at the body limit they are 1 GB.
+const IN_FLIGHT_PER_CALLER: usize = 1000;
 /// Where the problem documents are explained.
 const PROBLEM_BASE: &str =
     "https://docs.rs/tower-idempotency/latest/tower_idempotency/guide/problems/index.html#";
@@ -147,12 +179,13 @@ impl Config {
     /// # Defaults
     /// POST and PATCH covered · key required, in `Idempotency-Key`, bare or quoted · lease 30 s ·
     /// retention 24 h · unknown outcomes 7 days · wait 2 s · at most once · fail closed · bodies up
-    /// to 1 MiB each way.
+    /// to 1 MiB each way · 1,000 keys in flight per caller.
     pub fn builder() -> ConfigBuilder {
         ConfigBuilder {
             scope: None,
             unknown_retention: None,
             also_accepted: Vec::new(),
+            in_flight_per_caller: None,
             config: Self {
                 scope: Scope::global(),
                 methods: vec![Method::POST, Method::PATCH],
@@ -166,6 +199,7 @@ impl Config {
                 response_limit: BODY_LIMIT,
                 response_timeout: RESPONSE_TIMEOUT,
                 problem_base: PROBLEM_BASE.to_owned(),
+                error_flavour: ErrorFlavour::default(),
                 policy: Policy {
                     terms: Terms {
                         lease: LEASE,
@@ -180,6 +214,7 @@ impl Config {
                     store_call: STORE_CALL,
                     claim_within: CLAIM_WITHIN,
                     complete_within: COMPLETE_WITHIN,
+                    in_flight_per_caller: IN_FLIGHT_PER_CALLER,
                 },
             },
         }
@@ -243,7 +278,8 @@ impl ConfigBuilder {
         self
     }
 
-    /// How long an answer is kept, from completion. After that the key is new again.
+    /// How long an answer is kept, from completion. After that the key is new again. At most 400 days,
+    /// and not below the lease.
     pub fn retention(mut self, retention: Duration) -> Self {
         self.config.policy.terms.retention = retention;
         self
@@ -256,7 +292,8 @@ impl ConfigBuilder {
         self
     }
 
-    /// How long a request waits for its running twin before it is answered 409. Zero: at once.
+    /// How long a request waits for its running twin before it is answered 409. Zero: at once; at most
+    /// a minute.
     pub fn wait(mut self, wait: Duration) -> Self {
         self.config.policy.wait = wait;
         self
@@ -332,9 +369,24 @@ impl ConfigBuilder {
         self
     }
 
+    /// How many keys one caller may have in flight in this process; a request with one more is refused with 429
+    /// before its key is claimed. Requests with one key count once. Layers of one engine count together, and
+    /// handlers count to their end, also when their clients have left. Without a limit where the scope is
+    /// [global](Scope::global), unless it is set.
+    pub fn in_flight_per_caller(mut self, keys: usize) -> Self {
+        self.in_flight_per_caller = Some(keys);
+        self
+    }
+
     /// What problem types start with; the code follows. For APIs that document them themselves.
     pub fn problem_base(mut self, base: impl Into<String>) -> Self {
         self.config.problem_base = base.into();
+        self
+    }
+
+    /// What refusals look like.
+    pub fn error_flavour(mut self, flavour: ErrorFlavour) -> Self {
+        self.config.error_flavour = flavour;
         self
     }
 
@@ -343,8 +395,12 @@ impl ConfigBuilder {
     /// # Errors
     /// [`ConfigError`] names the values that are out of bounds or do not fit together.
     pub fn build(self) -> Result<Config, ConfigError> {
-        let Self { scope, unknown_retention, also_accepted, mut config } = self;
+        let Self { scope, unknown_retention, also_accepted, in_flight_per_caller, mut config } =
+            self;
         config.scope = scope.ok_or(ConfigError::ScopeMissing)?;
+        // Where everybody is one caller there is nobody to protect from the others.
+        let per_caller = if config.scope.is_global() { usize::MAX } else { IN_FLIGHT_PER_CALLER };
+        config.policy.in_flight_per_caller = in_flight_per_caller.unwrap_or(per_caller);
         config.recipes.extend(also_accepted);
         let policy = &mut config.policy;
         policy.terms.unknown_retention =
@@ -372,6 +428,9 @@ impl ConfigBuilder {
 
         if config.request_limit == 0 {
             return Err(ConfigError::Zero("request_limit"));
+        }
+        if config.policy.in_flight_per_caller == 0 {
+            return Err(ConfigError::Zero("in_flight_per_caller"));
         }
         if config.methods.is_empty() {
             return Err(ConfigError::NoMethods);
@@ -467,6 +526,17 @@ mod tests {
                 "{error}"
             );
         }
+    }
+
+    #[test]
+    fn callers_are_limited_but_not_where_there_is_only_one() {
+        let most = |builder: ConfigBuilder| builder.build().unwrap().policy.in_flight_per_caller;
+        assert_eq!(most(builder()), usize::MAX);
+        assert_eq!(most(builder().in_flight_per_caller(5)), 5);
+        let principal = || Config::builder().scope(Scope::principal(|_: &_| Some("acme")));
+        assert_eq!(most(principal()), 1000);
+        let error = principal().in_flight_per_caller(0).build().unwrap_err();
+        assert_eq!(error, ConfigError::Zero("in_flight_per_caller"));
     }
 
     #[test]

@@ -128,7 +128,9 @@ impl Execution {
         &self.0.key
     }
 
-    /// Which run this is: 1, and one more for each time the key was claimed again.
+    /// Which run this is: 1, and one more for each time the key was claimed again, also if the
+    /// handler of an earlier claim never started. What an earlier run may have done is
+    /// [`is_takeover`](Self::is_takeover).
     #[must_use]
     pub fn attempt(&self) -> Attempt {
         self.0.held.as_ref().map_or(Attempt::FIRST, |held| held.lease.grant().attempt)

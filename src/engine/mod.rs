@@ -13,6 +13,7 @@ mod claim;
 mod execution;
 mod keeper;
 pub(crate) mod observe;
+mod quota;
 mod reconcile;
 mod settle;
 #[cfg(test)]
@@ -44,15 +45,17 @@ use crate::error::{Rejection, RejectionKind, StoreError, StoreErrorKind};
 use crate::fingerprint::Fingerprints;
 use crate::key::IdempotencyKey;
 use crate::mistakes::{Mistake, made};
-use crate::record::{Claim, Grant, Millis, RenewOutcome, Renewal, Verdict};
+use crate::record::{Claim, Grant, Millis, RenewOutcome, Renewal, Verdict, Writes};
 use crate::response::StoredResponse;
-use crate::scope::{DownstreamSeed, Identity, StorageKey};
+use crate::scope::{CallerId, DownstreamSeed, Identity, StorageKey};
 use crate::store::{Lease, Store};
 use crate::token::{Attempt, Fence};
 use claim::{Claimed, Held};
 use execution::Marks;
 use keeper::Kept;
-use observe::{Gauge, Seen};
+use observe::Gauge;
+pub(crate) use observe::Seen;
+use quota::Quota;
 use reconcile::Inquiries;
 use settle::Settled;
 use wait::Room;
@@ -67,6 +70,7 @@ pub struct Engine(Arc<Shared>);
 struct Shared {
     store: Arc<dyn Store>,
     room: Arc<Room>,
+    quota: Arc<Quota>,
     tracker: TaskTracker,
     closing: CancellationToken,
     running: Mutex<HashMap<u64, Running>>,
@@ -88,6 +92,7 @@ pub(crate) struct Call {
     pub(crate) key: IdempotencyKey,
     pub(crate) storage_key: StorageKey,
     pub(crate) identity: Identity,
+    pub(crate) caller: CallerId,
     pub(crate) seed: DownstreamSeed,
     pub(crate) fingerprints: Fingerprints,
     pub(crate) policy: Policy,
@@ -113,8 +118,8 @@ pub(crate) struct Ran<T> {
 /// What is to be recorded of a run.
 #[derive(Clone, Debug)]
 pub(crate) enum Settle {
-    /// This encoded response.
-    Complete(Bytes),
+    /// This encoded response, and what it means for the handler's writes.
+    Complete { response: Bytes, writes: Writes },
     /// No response, but what is known of the effect.
     Release(Verdict),
 }
@@ -152,6 +157,8 @@ const PAUSES: [Duration; 3] =
     [Duration::from_millis(20), Duration::from_millis(60), Duration::from_millis(150)];
 /// When to come back if the store cannot be asked: outages are seconds long, clients are many.
 const RETRY_AFTER_UNAVAILABLE: Duration = Duration::from_secs(1);
+/// When a caller with too many operations in flight should come back: payments take about a second.
+const RETRY_AFTER_TOO_MANY: Duration = Duration::from_secs(1);
 /// A lease of which this part has passed before the handler could start is renewed first.
 const STALE_AFTER: (u32, u32) = (2, 3);
 
@@ -167,6 +174,7 @@ impl Engine {
         Self(Arc::new(Shared {
             store: Arc::new(store),
             room: Room::new(limits),
+            quota: Arc::default(),
             tracker: TaskTracker::new(),
             closing: CancellationToken::new(),
             running: Mutex::default(),
@@ -236,9 +244,20 @@ impl Engine {
         if self.0.closing.is_cancelled() {
             return Conclusion::refused(unavailable());
         }
+        let most = call.policy.in_flight_per_caller;
+        let Some(place) = self.0.quota.enter(call.caller, call.storage_key, most) else {
+            let rejection = Rejection::new(RejectionKind::TooManyInFlight)
+                .with_retry_after(RETRY_AFTER_TOO_MANY);
+            observe::refused(rejection.kind(), Some(call.storage_key));
+            return Conclusion::Refused(rejection);
+        };
         let (answer, answered) = oneshot::channel();
         let engine = self.clone();
-        let task = async move { engine.conduct(call, handler, answer).await };
+        let task = async move {
+            engine.conduct(call, handler, answer).await;
+            // The handler counts to its end, not only for as long as its client stays.
+            drop(place);
+        };
         if made(Mistake::RunsInConnection) {
             task.await;
         } else {
@@ -339,15 +358,17 @@ impl Engine {
             return None;
         }
         let Ok(Ran { reply, .. }) = ran else {
+            let undone = settled == Settled::Undone;
             let untouched = matches!(settle, Settle::Release(Verdict::NoEffect));
-            tracing::error!(key = %call.storage_key.log_id(), untouched, "a handler panicked");
+            tracing::error!(key = %call.storage_key.log_id(), undone, untouched, "a handler panicked");
             self.settle_later(&lease, recorded, policy, &settled);
-            return Some(Conclusion::refused(match untouched {
-                true => RejectionKind::HandlerFailedUntouched,
-                false => RejectionKind::HandlerFailed,
+            return Some(Conclusion::refused(match (undone, untouched) {
+                (true, _) => RejectionKind::RolledBack,
+                (false, true) => RejectionKind::HandlerFailedUntouched,
+                (false, false) => RejectionKind::HandlerFailed,
             }));
         };
-        let conclusion = Self::conclude(reply, &settle, settled.clone(), policy);
+        let conclusion = Self::conclude(reply, &settle, settled.clone(), policy, &lease);
         self.settle_later(&lease, recorded, policy, &settled);
         Some(conclusion)
     }

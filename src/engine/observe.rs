@@ -17,6 +17,8 @@ pub(crate) enum Seen {
     Unknown,
     /// The handler ran and its answer could not be stored.
     NotStored,
+    /// The handler ran, and the store undid everything that it wrote.
+    RolledBack,
     /// The stored response was given again.
     Replayed,
     /// The outcome of an interrupted run was found out, and given for the first time.
@@ -32,6 +34,7 @@ impl Seen {
             Self::Released => "released",
             Self::Unknown => "unknown",
             Self::NotStored => "not_stored",
+            Self::RolledBack => "rolled_back",
             Self::Replayed => "replayed",
             Self::Reconciled => "reconciled",
             Self::Unprotected => "unprotected",
@@ -49,6 +52,7 @@ pub(crate) fn refusal(kind: &RejectionKind) -> &'static str {
         RejectionKind::OutcomeUnknown => "outcome_unknown",
         RejectionKind::HandlerFailed => "handler_failed",
         RejectionKind::HandlerFailedUntouched => "handler_failed_untouched",
+        RejectionKind::RolledBack => "rolled_back",
         RejectionKind::ResultUnavailable { .. } => "result_unavailable",
         RejectionKind::RequestTooLarge { .. } => "request_too_large",
         RejectionKind::RequestIncomplete => "request_incomplete",
@@ -56,6 +60,7 @@ pub(crate) fn refusal(kind: &RejectionKind) -> &'static str {
         RejectionKind::RecordUnreadable => "record_unreadable",
         RejectionKind::ScopeMissing => "scope_missing",
         RejectionKind::TooManyWaiting => "too_many_waiting",
+        RejectionKind::TooManyInFlight => "too_many_in_flight",
     }
 }
 
@@ -94,9 +99,11 @@ pub(super) fn describe() {
 pub(crate) fn seen(seen: Seen, key: StorageKey, elapsed: Duration) {
     metrics::counter!("idempotency.requests", "outcome" => seen.name()).increment(1);
     match seen {
-        Seen::Executed | Seen::Released | Seen::Replayed | Seen::Reconciled => tracing::debug!(
-            key = %key.log_id(), outcome = seen.name(), elapsed_ms = elapsed_ms(elapsed), "idempotent request"
-        ),
+        Seen::Executed | Seen::Released | Seen::RolledBack | Seen::Replayed | Seen::Reconciled => {
+            tracing::debug!(
+                key = %key.log_id(), outcome = seen.name(), elapsed_ms = elapsed_ms(elapsed), "idempotent request"
+            )
+        }
         Seen::Unknown | Seen::NotStored | Seen::Unprotected => tracing::warn!(
             key = %key.log_id(), outcome = seen.name(), elapsed_ms = elapsed_ms(elapsed), "idempotent request"
         ),

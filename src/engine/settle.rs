@@ -12,7 +12,9 @@ use super::{Conclusion, Engine, Settle, observe, pause, unavailable};
 use crate::config::{Policy, Recovery};
 use crate::error::{RejectionKind, StoreError, StoreErrorKind};
 use crate::mistakes::{Mistake, made};
-use crate::record::{CompleteOutcome, Completion, OnExpired, Release, ReleaseOutcome, Verdict};
+use crate::record::{
+    CompleteOutcome, Completion, OnExpired, Release, ReleaseOutcome, Verdict, Writes,
+};
 use crate::store::Lease;
 
 /// What came of recording a run.
@@ -26,8 +28,10 @@ pub(super) enum Settled {
     Superseded(Bytes),
     /// Somebody else holds the key, or it was settled otherwise.
     Lost,
-    /// The store undid everything.
+    /// The store undid everything, and the whole unit may run again.
     RolledBack,
+    /// The store undid everything, and that is how this run ends.
+    Undone,
     /// Nobody knows, within the bound.
     Unconfirmed,
     /// The store refuses for good.
@@ -44,7 +48,7 @@ impl Settle {
             Self::Release(Verdict::NoEffect) if repeats && takeover => {
                 Self::Release(Verdict::Unknown)
             }
-            Self::Release(_) | Self::Complete(_) => self,
+            Self::Release(_) | Self::Complete { .. } => self,
         }
     }
 }
@@ -94,8 +98,9 @@ impl Engine {
         bound: Duration,
     ) -> Result<Settled, StoreError> {
         match settle {
-            Settle::Complete(response) => {
-                let completion = Completion { terms: policy.terms, response: response.clone() };
+            Settle::Complete { response, writes } => {
+                let (response, writes) = (response.clone(), *writes);
+                let completion = Completion { terms: policy.terms, response, writes };
                 let call = self.store().complete(lease, &completion);
                 let outcome = self.timed("complete", bound, call).await?;
                 Ok(self.completed(lease, outcome))
@@ -106,6 +111,7 @@ impl Engine {
                 match self.timed("release", bound, call).await? {
                     ReleaseOutcome::Released | ReleaseOutcome::NotHeld => Ok(Settled::Released),
                     ReleaseOutcome::Unreadable => Ok(Settled::Refused),
+                    ReleaseOutcome::RolledBack => Ok(Settled::Undone),
                 }
             }
         }
@@ -134,6 +140,7 @@ impl Engine {
                 Settled::Lost
             }
             CompleteOutcome::Unreadable => Settled::Refused,
+            CompleteOutcome::RolledBack => Settled::Undone,
         }
     }
 
@@ -143,16 +150,27 @@ impl Engine {
         settle: &Settle,
         settled: Settled,
         policy: &Policy,
+        lease: &Lease,
     ) -> Conclusion<T> {
         match (settled, settle) {
-            (Settled::Stored | Settled::Released, Settle::Complete(_)) => {
+            (Settled::Stored | Settled::Released, Settle::Complete { .. }) => {
                 Conclusion::Ran(reply, Seen::Executed)
             }
-            (Settled::Stored | Settled::Released, Settle::Release(Verdict::NoEffect)) => {
-                Conclusion::Ran(reply, Seen::Released)
-            }
+            (
+                Settled::Stored | Settled::Released | Settled::Undone,
+                Settle::Release(Verdict::NoEffect),
+            ) => Conclusion::Ran(reply, Seen::Released),
             (Settled::Stored | Settled::Released, Settle::Release(Verdict::Unknown)) => {
                 Conclusion::Ran(reply, Seen::Unknown)
+            }
+            (
+                Settled::Undone,
+                Settle::Complete { writes: Writes::RollBack, .. }
+                | Settle::Release(Verdict::Unknown),
+            ) => Conclusion::Ran(reply, Seen::RolledBack),
+            // The handler's answer speaks of writes that are gone.
+            (Settled::Undone, Settle::Complete { writes: Writes::Keep | Writes::Undo, .. }) => {
+                Conclusion::refused(RejectionKind::RolledBack)
             }
             (Settled::Superseded(response), _) => Conclusion::replay(response),
             (Settled::Lost, _) => Conclusion::refused(match &policy.recovery {
@@ -165,9 +183,11 @@ impl Engine {
             (_, Settle::Release(_)) => Conclusion::NotStored(reply),
             (
                 Settled::Unconfirmed | Settled::Refused | Settled::RolledBack,
-                Settle::Complete(_),
+                Settle::Complete { .. },
             ) => {
                 match &policy.recovery {
+                    // What a store may undo can run again, and may then be answered otherwise.
+                    _ if lease.is_repeatable() => Conclusion::refused(unavailable()),
                     // Nothing will run again, so the true answer cannot be contradicted later.
                     Recovery::AtMostOnce => Conclusion::NotStored(reply),
                     // A later run may give another answer, so this one must not be given.

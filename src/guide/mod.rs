@@ -7,6 +7,8 @@
 //! | [problems] | every refusal: what it means, what the client should do |
 //! | [defaults] | every default and its reason, and where this crate departs from others |
 //! | [layers] | where the layer goes among others |
+//! | [transactions] | key, effect and answer in one transaction of PostgreSQL or SQLite |
+//! | [openapi] | what to add to an OpenAPI document, with the fragment to merge |
 //! | [redis](mod@redis) | what Redis must be like |
 //! | [architecture] | the house: floors, invariants, where to change what |
 
@@ -18,9 +20,24 @@ pub mod defaults {}
 pub mod guarantees {}
 #[doc = include_str!("layers.md")]
 pub mod layers {}
+#[doc = include_str!("openapi.md")]
+pub mod openapi {
+    /// The fragment: an OpenAPI 3.1 document in YAML with nothing but `components`. The same as
+    /// `openapi/idempotency.yaml` in the sources.
+    pub const FRAGMENT: &str = include_str!("../../openapi/idempotency.yaml");
+}
 #[doc = include_str!("problems.md")]
 pub mod problems {}
 #[doc = include_str!("redis.md")]
 pub mod redis {}
 #[doc = include_str!("states.md")]
 pub mod states {}
+#[cfg_attr(
+    all(feature = "axum", feature = "sqlite", feature = "postgres"),
+    doc = include_str!("transactions.md")
+)]
+#[cfg_attr(
+    not(all(feature = "axum", feature = "sqlite", feature = "postgres")),
+    doc = "Key, effect and answer in one transaction: see the features `sqlite` and `postgres`."
+)]
+pub mod transactions {}

@@ -1,24 +1,19 @@
 //! The handler's answer: what is recorded of it, and what goes out.
 
-use std::collections::VecDeque;
-use std::pin::{Pin, pin};
-
-use bytes::{Buf, Bytes, BytesMut};
 use http::header::{CONTENT_LENGTH, CONTENT_TYPE, TRAILER, TRANSFER_ENCODING};
 use http::{HeaderMap, Response, StatusCode, response};
 use http_body::Body;
-use http_body_util::BodyExt as _;
-use tokio::time::sleep;
 
-use super::body::ResponseBody;
+use super::body::{Read, ResponseBody, read};
 use super::extension::Outcome;
 use super::problem;
-use super::service::referenced;
-use crate::config::{Config, IDEMPOTENCY_KEY, IDEMPOTENCY_STATUS, IDEMPOTENT_REPLAYED};
-use crate::engine::{Ran, Settle};
+use crate::config::{
+    Config, IDEMPOTENCY_KEY, IDEMPOTENCY_STATUS, IDEMPOTENT_REPLAYED, STRIPE_SHOULD_RETRY,
+};
+use crate::engine::{Ran, Settle, observe};
 use crate::error::{Rejection, RejectionKind};
 use crate::mistakes::{Mistake, made};
-use crate::record::Verdict;
+use crate::record::{Verdict, Writes};
 use crate::response::StoredResponse;
 use crate::scope::StorageKey;
 
@@ -26,7 +21,11 @@ use crate::scope::StorageKey;
 #[derive(Debug)]
 pub(super) enum Answer<B, E> {
     /// Its response.
-    Response(Box<Response<ResponseBody<B>>>),
+    Response {
+        response: Box<Response<ResponseBody<B>>>,
+        /// True if the handler itself said whether a retry makes sense.
+        advised: bool,
+    },
     /// Nothing: its response broke off.
     Broken,
     /// The inner service's error.
@@ -40,12 +39,46 @@ impl<B, E> Answer<B, E> {
         key: StorageKey,
     ) -> Result<Response<ResponseBody<B>>, E> {
         match self {
-            Self::Response(response) => Ok(*response),
+            Self::Response { response, .. } => Ok(*response),
             Self::Broken => {
                 Ok(referenced(Rejection::new(RejectionKind::HandlerFailed), key, config))
             }
             Self::Error(error) => Err(error),
         }
+    }
+
+    /// The response of a run of which the store undid everything: a failure may be tried again.
+    pub(super) fn into_undone(self, config: &Config) -> Result<Response<ResponseBody<B>>, E> {
+        match self {
+            Self::Response { mut response, advised } => {
+                if !advised {
+                    problem::mark_retry(response.status(), response.headers_mut());
+                }
+                Ok(*response)
+            }
+            Self::Broken => Ok(refusal(Rejection::new(RejectionKind::RolledBack), config)),
+            Self::Error(error) => Err(error),
+        }
+    }
+}
+
+/// The answer to a request that is refused, with the typed reason in its extensions.
+pub(super) fn refusal<B>(rejection: Rejection, config: &Config) -> Response<ResponseBody<B>> {
+    let response = problem::response(&rejection, config);
+    let mut response = response.map(ResponseBody::full);
+    response.extensions_mut().insert(rejection);
+    response
+}
+
+/// A refusal, with what an operator finds the record by if somebody has to find out what happened.
+pub(super) fn referenced<B>(
+    rejection: Rejection,
+    key: StorageKey,
+    config: &Config,
+) -> Response<ResponseBody<B>> {
+    match observe::is_unknown(rejection.kind()) {
+        true => refusal(rejection.with_reference(key.log_id()), config),
+        false => refusal(rejection, config),
     }
 }
 
@@ -66,22 +99,27 @@ const STREAMS: [&[u8]; 4] = [
     b"multipart/x-mixed-replace",
 ];
 
+/// `application/grpc`, `application/grpc+proto`: the status of a call is in the trailers, which only a
+/// body that is passed through keeps.
+const GRPC: &[u8] = b"application/grpc";
+
 /// Decides what is recorded of a response, and reads its body if that is kept.
 pub(super) async fn judge<B, E>(response: Response<B>, config: &Config) -> Ran<Answer<B, E>>
 where
     B: Body,
 {
     let (mut head, body) = response.into_parts();
+    let advised = head.headers.contains_key(STRIPE_SHOULD_RETRY);
     let verdict = verdict(&mut head);
     clean(&mut head.headers);
     match verdict {
         Judgement::Release(verdict) => {
-            ran(Settle::Release(verdict), head, ResponseBody::passed(body))
+            ran(Settle::Release(verdict), head, ResponseBody::passed(body), advised)
         }
-        Judgement::KeepHead => keep_head(head, ResponseBody::passed(body)),
-        Judgement::Keep => {
+        Judgement::KeepHead(writes) => keep_head(head, ResponseBody::passed(body), writes),
+        Judgement::Keep(writes) => {
             problem::mark_final(head.status, &mut head.headers);
-            match read(body, config).await {
+            match read(body, config.response_limit, config.response_timeout).await {
                 Read::Whole(bytes) => {
                     // How the body is framed is made anew from the bytes, here and in every
                     // replay; and no trailers are left that could be announced.
@@ -89,10 +127,17 @@ where
                         head.headers.remove(framing);
                     }
                     let stored = StoredResponse::new(&head, bytes.clone(), &config.header_rules);
-                    ran(Settle::Complete(stored.encode()), head, ResponseBody::full(bytes))
+                    let settle = Settle::Complete { response: stored.encode(), writes };
+                    ran(settle, head, ResponseBody::full(bytes), advised)
                 }
-                Read::Part(read, rest) => keep_head(head, ResponseBody::begun(read, rest)),
-                Read::Broken => {
+                Read::Part(read, rest) => {
+                    let mut ran = keep_head(head, ResponseBody::begun(read, rest), writes);
+                    if let Answer::Response { advised: known, .. } = &mut ran.reply {
+                        *known = advised;
+                    }
+                    ran
+                }
+                Read::Broken(_) => {
                     Ran { settle: Settle::Release(Verdict::Unknown), reply: Answer::Broken }
                 }
             }
@@ -103,8 +148,19 @@ where
 enum Judgement {
     Release(Verdict),
     /// Done, but the body is not kept.
-    KeepHead,
-    Keep,
+    KeepHead(Writes),
+    Keep(Writes),
+}
+
+/// What a status means for the handler's writes, where the store can undo them.
+fn writes(status: StatusCode) -> Writes {
+    if status.is_client_error() {
+        Writes::Undo
+    } else if status.is_server_error() {
+        Writes::RollBack
+    } else {
+        Writes::Keep
+    }
 }
 
 fn verdict(head: &mut response::Parts) -> Judgement {
@@ -112,7 +168,9 @@ fn verdict(head: &mut response::Parts) -> Judgement {
         return match outcome {
             Outcome::NoEffect => Judgement::Release(Verdict::NoEffect),
             Outcome::Unknown => Judgement::Release(Verdict::Unknown),
-            Outcome::DoneBodyNotKept => Judgement::KeepHead,
+            Outcome::DoneBodyNotKept => Judgement::KeepHead(Writes::Keep),
+            Outcome::KeepWrites if is_stream(&head.headers) => Judgement::KeepHead(Writes::Keep),
+            Outcome::KeepWrites => Judgement::Keep(Writes::Keep),
         };
     }
     if let Some(refusal) = head.extensions.get::<Rejection>() {
@@ -131,16 +189,19 @@ fn verdict(head: &mut response::Parts) -> Judgement {
     match head.status {
         // A time limit further in may have answered after the effect.
         StatusCode::REQUEST_TIMEOUT => Judgement::Release(Verdict::Unknown),
-        StatusCode::SWITCHING_PROTOCOLS => Judgement::KeepHead,
-        _ if is_stream(&head.headers) => Judgement::KeepHead,
-        _ => Judgement::Keep,
+        StatusCode::SWITCHING_PROTOCOLS => Judgement::KeepHead(Writes::Keep),
+        status if is_stream(&head.headers) => Judgement::KeepHead(writes(status)),
+        status => Judgement::Keep(writes(status)),
     }
 }
 
-fn is_stream(headers: &HeaderMap) -> bool {
+/// True for media types of bodies that may never end.
+pub(crate) fn is_stream(headers: &HeaderMap) -> bool {
     headers.get(CONTENT_TYPE).is_some_and(|value| {
         let essence = value.as_bytes().split(|byte| *byte == b';').next().unwrap_or_default();
-        STREAMS.iter().any(|stream| essence.trim_ascii().eq_ignore_ascii_case(stream))
+        let essence = essence.trim_ascii();
+        let grpc = essence.get(..GRPC.len()).is_some_and(|start| start.eq_ignore_ascii_case(GRPC));
+        grpc || STREAMS.iter().any(|stream| essence.eq_ignore_ascii_case(stream))
     })
 }
 
@@ -151,62 +212,22 @@ fn clean(headers: &mut HeaderMap) {
     headers.remove(IDEMPOTENCY_KEY);
 }
 
-fn ran<B, E>(settle: Settle, head: response::Parts, body: ResponseBody<B>) -> Ran<Answer<B, E>> {
-    let response = Response::from_parts(head, body);
-    Ran { settle, reply: Answer::Response(Box::new(response)) }
+fn ran<B, E>(
+    settle: Settle,
+    head: response::Parts,
+    body: ResponseBody<B>,
+    advised: bool,
+) -> Ran<Answer<B, E>> {
+    let response = Box::new(Response::from_parts(head, body));
+    Ran { settle, reply: Answer::Response { response, advised } }
 }
 
-fn keep_head<B, E>(mut head: response::Parts, body: ResponseBody<B>) -> Ran<Answer<B, E>> {
-    problem::mark_final(head.status, &mut head.headers);
+fn keep_head<B, E>(
+    mut head: response::Parts,
+    body: ResponseBody<B>,
+    writes: Writes,
+) -> Ran<Answer<B, E>> {
+    let advised = !problem::mark_final(head.status, &mut head.headers);
     let stored = StoredResponse::without_body(&head);
-    ran(Settle::Complete(stored.encode()), head, body)
-}
-
-/// What was read of a body.
-enum Read<B> {
-    Whole(Bytes),
-    /// Too long, or too slow: what was read, and the rest.
-    Part(VecDeque<Bytes>, Pin<Box<B>>),
-    Broken,
-}
-
-/// Reads a body up to the limit of what is kept.
-async fn read<B: Body>(body: B, config: &Config) -> Read<B> {
-    let limit = config.response_limit;
-    if body.size_hint().lower() > limit as u64 {
-        return Read::Part(VecDeque::new(), Box::pin(body));
-    }
-    let mut body = Box::pin(body);
-    let mut slow = pin!(sleep(config.response_timeout));
-    let (mut frames, mut length) = (VecDeque::new(), 0_usize);
-    loop {
-        let frame = tokio::select! {
-            biased;
-            frame = body.frame() => frame,
-            () = &mut slow => return Read::Part(frames, body),
-        };
-        match frame {
-            None => return Read::Whole(concat(frames, length)),
-            Some(Err(_)) => return Read::Broken,
-            Some(Ok(frame)) => {
-                // Trailers are not kept, neither here nor in replays.
-                let Ok(mut data) = frame.into_data() else { continue };
-                let data = data.copy_to_bytes(data.remaining());
-                length = length.saturating_add(data.len());
-                frames.push_back(data);
-                if length > limit {
-                    return Read::Part(frames, body);
-                }
-            }
-        }
-    }
-}
-
-fn concat(mut frames: VecDeque<Bytes>, length: usize) -> Bytes {
-    if frames.len() <= 1 {
-        return frames.pop_front().unwrap_or_default();
-    }
-    let mut whole = BytesMut::with_capacity(length);
-    frames.iter().for_each(|frame| whole.extend_from_slice(frame));
-    whole.freeze()
+    ran(Settle::Complete { response: stored.encode(), writes }, head, body, advised)
 }

@@ -1,11 +1,14 @@
 //! The response body: passed through, buffered, or begun in a buffer and passed through after it.
 
 use std::collections::VecDeque;
-use std::pin::Pin;
+use std::pin::{Pin, pin};
 use std::task::{Context, Poll, ready};
+use std::time::Duration;
 
-use bytes::{Buf, Bytes};
+use bytes::{Buf, Bytes, BytesMut};
 use http_body::{Body, Frame, SizeHint};
+use http_body_util::BodyExt as _;
+use tokio::time::sleep;
 
 pin_project_lite::pin_project! {
     /// The body of a response that went through the layer.
@@ -32,16 +35,16 @@ pin_project_lite::pin_project! {
 }
 
 impl<B> ResponseBody<B> {
-    pub(super) fn passed(body: B) -> Self {
+    pub(crate) fn passed(body: B) -> Self {
         Self { read: VecDeque::new(), rest: Rest::Body { body } }
     }
 
-    pub(super) fn full(bytes: Bytes) -> Self {
+    pub(crate) fn full(bytes: Bytes) -> Self {
         let read = if bytes.is_empty() { VecDeque::new() } else { VecDeque::from([bytes]) };
         Self { read, rest: Rest::None }
     }
 
-    pub(super) fn begun(read: VecDeque<Bytes>, body: Pin<Box<B>>) -> Self {
+    pub(crate) fn begun(read: VecDeque<Bytes>, body: Pin<Box<B>>) -> Self {
         Self { read, rest: Rest::Begun { body } }
     }
 }
@@ -91,4 +94,52 @@ impl<B: Body> Body for ResponseBody<B> {
         }
         hint
     }
+}
+
+/// What was read of a body.
+pub(crate) enum Read<B: Body> {
+    Whole(Bytes),
+    /// Too long, or too slow: what was read, and the rest.
+    Part(VecDeque<Bytes>, Pin<Box<B>>),
+    Broken(B::Error),
+}
+
+/// Reads a body, at most so many bytes and for so long.
+pub(crate) async fn read<B: Body>(body: B, limit: usize, within: Duration) -> Read<B> {
+    if body.size_hint().lower() > limit as u64 {
+        return Read::Part(VecDeque::new(), Box::pin(body));
+    }
+    let mut body = Box::pin(body);
+    let mut slow = pin!(sleep(within));
+    let (mut frames, mut length) = (VecDeque::new(), 0_usize);
+    loop {
+        let frame = tokio::select! {
+            biased;
+            frame = body.frame() => frame,
+            () = &mut slow => return Read::Part(frames, body),
+        };
+        match frame {
+            None => return Read::Whole(concat(frames, length)),
+            Some(Err(error)) => return Read::Broken(error),
+            Some(Ok(frame)) => {
+                // Trailers are not kept, neither here nor in replays.
+                let Ok(mut data) = frame.into_data() else { continue };
+                let data = data.copy_to_bytes(data.remaining());
+                length = length.saturating_add(data.len());
+                frames.push_back(data);
+                if length > limit {
+                    return Read::Part(frames, body);
+                }
+            }
+        }
+    }
+}
+
+fn concat(mut frames: VecDeque<Bytes>, length: usize) -> Bytes {
+    if frames.len() <= 1 {
+        return frames.pop_front().unwrap_or_default();
+    }
+    let mut whole = BytesMut::with_capacity(length);
+    frames.iter().for_each(|frame| whole.extend_from_slice(frame));
+    whole.freeze()
 }

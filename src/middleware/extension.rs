@@ -2,7 +2,8 @@
 
 /// What a handler says about its own effect, where the status alone would be misread.
 ///
-/// It travels in the extensions of the handler's response. With axum it is a part of the response:
+/// It travels in the extensions of the handler's response. With axum it is a part of the response, and
+/// stands after the status:
 ///
 /// ```
 /// # #[cfg(feature = "axum")] {
@@ -31,6 +32,11 @@ pub enum Outcome {
     /// It happened, and the body must not be kept: retries are told that the operation is done.
     /// For streams, and for bodies that must not rest in a store.
     DoneBodyNotKept,
+    /// The answer is a refusal or an error, and what the handler wrote through the store's
+    /// transaction belongs to it: it is committed with the answer. For a row that says why a card
+    /// was declined. Without this mark such writes are undone. Where the store holds no
+    /// transaction of the handler's, nothing changes.
+    KeepWrites,
 }
 
 /// Stands in the extensions of a response that is a replay.
@@ -108,6 +114,33 @@ mod axum_impl {
 
     extract_from_extensions!(IdempotencyKey);
     extract_from_extensions!(Execution);
+
+    #[cfg(any(feature = "postgres", feature = "sqlite"))]
+    mod tx {
+        use axum::extract::FromRequestParts;
+        use axum::response::{IntoResponse, Response};
+        use http::StatusCode;
+        use http::request::Parts;
+
+        use super::super::Outcome;
+        use crate::store::sql::{Backend, NoTx, Tx};
+
+        impl<DB: Backend, S: Sync> FromRequestParts<S> for Tx<DB> {
+            type Rejection = NoTx;
+
+            async fn from_request_parts(parts: &mut Parts, _state: &S) -> Result<Self, NoTx> {
+                Self::take(&parts.extensions)
+            }
+        }
+
+        impl IntoResponse for NoTx {
+            fn into_response(self) -> Response {
+                tracing::error!("{self}");
+                (StatusCode::INTERNAL_SERVER_ERROR, Outcome::NoEffect, self.to_string())
+                    .into_response()
+            }
+        }
+    }
 }
 
 #[cfg(feature = "axum")]

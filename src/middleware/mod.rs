@@ -74,7 +74,11 @@ mod layer;
 mod problem;
 mod service;
 
+#[cfg(feature = "client")]
+pub(crate) use answer::is_stream;
 pub use body::ResponseBody;
+#[cfg(feature = "client")]
+pub(crate) use body::{Read, read};
 #[cfg(feature = "axum")]
 pub use extension::NotIdempotent;
 pub use extension::{Outcome, Replayed};

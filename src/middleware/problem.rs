@@ -1,7 +1,7 @@
 //! Refusals as HTTP: the only place that knows status codes, problem types and retry advice.
 //!
 //! Problem documents (RFC 9457) carry an `error` object as well, because stripe-node reads a document
-//! without one as success.
+//! without one as success. In Stripe's flavour there is nothing but that object.
 
 use std::time::Duration;
 
@@ -10,7 +10,7 @@ use http::header::{CACHE_CONTROL, CONTENT_TYPE, LINK, LOCATION, RETRY_AFTER};
 use http::{HeaderMap, HeaderValue, Response, StatusCode};
 use serde::Serialize;
 
-use crate::config::STRIPE_SHOULD_RETRY;
+use crate::config::{Config, ErrorFlavour, STRIPE_SHOULD_RETRY};
 use crate::error::{Rejection, RejectionKind};
 
 /// What a client is told about one kind of refusal.
@@ -28,7 +28,7 @@ struct Advice {
 
 #[derive(Serialize)]
 struct Problem<'a> {
-    r#type: String,
+    r#type: &'a str,
     title: &'a str,
     status: u16,
     detail: &'a str,
@@ -50,14 +50,110 @@ struct ErrorObject<'a> {
     message: &'a str,
 }
 
+/// What Stripe's clients know: `{"error": {..}}`, with what they do not know added inside.
+#[derive(Serialize)]
+struct StripeDocument<'a> {
+    error: StripeError<'a>,
+}
+
+#[derive(Serialize)]
+struct StripeError<'a> {
+    #[serde(flatten)]
+    object: ErrorObject<'a>,
+    doc_url: &'a str,
+    safe_new_key: bool,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    original_status: Option<u16>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    original_location: Option<&'a str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    reference: Option<&'a str>,
+}
+
 const INVALID_REQUEST: &str = "invalid_request_error";
 const IDEMPOTENCY: &str = "idempotency_error";
 const API: &str = "api_error";
 
-/// The response for a refusal; `base` is what problem types start with.
-pub(super) fn response(rejection: &Rejection, base: &str) -> Response<Bytes> {
-    let advice = advice(rejection.kind());
-    let (original_status, original_location) = match rejection.kind() {
+/// The response for a refusal.
+pub(super) fn response(rejection: &Rejection, config: &Config) -> Response<Bytes> {
+    let (base, flavour) = (&config.problem_base, config.error_flavour);
+    let mut advice = advice(rejection.kind());
+    if flavour == ErrorFlavour::Stripe && *rejection.kind() == RejectionKind::KeyReused {
+        // Stripe's clients make an idempotency error of this type only at 400 and 404.
+        advice.status = StatusCode::BAD_REQUEST;
+    }
+    let (original_status, original_location) = original(rejection.kind());
+    let r#type = format!("{base}{}", advice.code);
+    let error =
+        ErrorObject { r#type: advice.error_type, code: advice.code, message: &advice.detail };
+    let original_text = original_location.and_then(|location| location.to_str().ok());
+    let (media_type, body) = match flavour {
+        ErrorFlavour::Problem => {
+            let problem = Problem {
+                r#type: &r#type,
+                title: advice.title,
+                status: advice.status.as_u16(),
+                detail: &advice.detail,
+                code: advice.code,
+                safe_new_key: advice.safe_new_key,
+                original_status,
+                original_location: original_text,
+                reference: rejection.reference(),
+                error,
+            };
+            ("application/problem+json", serde_json::to_vec(&problem))
+        }
+        ErrorFlavour::Stripe => {
+            let error = StripeError {
+                object: error,
+                doc_url: &r#type,
+                safe_new_key: advice.safe_new_key,
+                original_status,
+                original_location: original_text,
+                reference: rejection.reference(),
+            };
+            ("application/json", serde_json::to_vec(&StripeDocument { error }))
+        }
+    };
+    let body = body.expect("a problem is text and numbers");
+    let mut response = Response::new(Bytes::from(body));
+    *response.status_mut() = advice.status;
+    let headers = response.headers_mut();
+    headers.insert(CONTENT_TYPE, HeaderValue::from_static(media_type));
+    headers.insert(CACHE_CONTROL, HeaderValue::from_static("no-store"));
+    headers.insert(STRIPE_SHOULD_RETRY, flag(advice.retry));
+    if let Some(location) = original_location {
+        headers.insert(LOCATION, location.clone());
+    }
+    match rejection.kind() {
+        RejectionKind::KeyMissing | RejectionKind::KeyInvalid(_) => {
+            // Where the rules for keys are written (IETF draft, 2.7).
+            let link = HeaderValue::try_from(format!("<{}>; rel=\"describedby\"", r#type));
+            if let Ok(link) = link {
+                headers.insert(LINK, link);
+            }
+        }
+        RejectionKind::KeyInUse
+        | RejectionKind::StoreUnavailable
+        | RejectionKind::RecordUnreadable
+        | RejectionKind::TooManyWaiting
+        | RejectionKind::TooManyInFlight => retry_after(headers, rejection.retry_after()),
+        RejectionKind::KeyReused
+        | RejectionKind::OutcomeUnknown
+        | RejectionKind::HandlerFailed
+        | RejectionKind::HandlerFailedUntouched
+        | RejectionKind::RolledBack
+        | RejectionKind::ResultUnavailable { .. }
+        | RejectionKind::RequestTooLarge { .. }
+        | RejectionKind::RequestIncomplete
+        | RejectionKind::ScopeMissing => {}
+    }
+    response
+}
+
+/// Status and place of an answer that was not kept.
+fn original(kind: &RejectionKind) -> (Option<u16>, Option<&HeaderValue>) {
+    match kind {
         RejectionKind::ResultUnavailable { status, location } => {
             (Some(status.as_u16()), location.as_ref())
         }
@@ -68,67 +164,31 @@ pub(super) fn response(rejection: &Rejection, base: &str) -> Response<Bytes> {
         | RejectionKind::OutcomeUnknown
         | RejectionKind::HandlerFailed
         | RejectionKind::HandlerFailedUntouched
+        | RejectionKind::RolledBack
         | RejectionKind::RequestTooLarge { .. }
         | RejectionKind::RequestIncomplete
         | RejectionKind::StoreUnavailable
         | RejectionKind::RecordUnreadable
         | RejectionKind::ScopeMissing
-        | RejectionKind::TooManyWaiting => (None, None),
-    };
-    let problem = Problem {
-        r#type: format!("{base}{}", advice.code),
-        title: advice.title,
-        status: advice.status.as_u16(),
-        detail: &advice.detail,
-        code: advice.code,
-        safe_new_key: advice.safe_new_key,
-        original_status,
-        original_location: original_location.and_then(|location| location.to_str().ok()),
-        reference: rejection.reference(),
-        error: ErrorObject {
-            r#type: advice.error_type,
-            code: advice.code,
-            message: &advice.detail,
-        },
-    };
-    let body = serde_json::to_vec(&problem).expect("a problem is text and numbers");
-    let mut response = Response::new(Bytes::from(body));
-    *response.status_mut() = advice.status;
-    let headers = response.headers_mut();
-    headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/problem+json"));
-    headers.insert(CACHE_CONTROL, HeaderValue::from_static("no-store"));
-    headers.insert(STRIPE_SHOULD_RETRY, flag(advice.retry));
-    if let Some(location) = original_location {
-        headers.insert(LOCATION, location.clone());
+        | RejectionKind::TooManyWaiting
+        | RejectionKind::TooManyInFlight => (None, None),
     }
-    match rejection.kind() {
-        RejectionKind::KeyMissing | RejectionKind::KeyInvalid(_) => {
-            // Where the rules for keys are written (IETF draft, 2.7).
-            let link = HeaderValue::try_from(format!("<{}>; rel=\"describedby\"", problem.r#type));
-            if let Ok(link) = link {
-                headers.insert(LINK, link);
-            }
-        }
-        RejectionKind::KeyInUse
-        | RejectionKind::StoreUnavailable
-        | RejectionKind::RecordUnreadable
-        | RejectionKind::TooManyWaiting => retry_after(headers, rejection.retry_after()),
-        RejectionKind::KeyReused
-        | RejectionKind::OutcomeUnknown
-        | RejectionKind::HandlerFailed
-        | RejectionKind::HandlerFailedUntouched
-        | RejectionKind::ResultUnavailable { .. }
-        | RejectionKind::RequestTooLarge { .. }
-        | RejectionKind::RequestIncomplete
-        | RejectionKind::ScopeMissing => {}
-    }
-    response
 }
 
-/// Marks a stored server error as final, so that SDKs do not retry what will only be replayed.
-pub(super) fn mark_final(status: StatusCode, headers: &mut HeaderMap) {
-    if status.is_server_error() && !headers.contains_key(STRIPE_SHOULD_RETRY) {
+/// Marks a stored server error as final, whatever the handler says: SDKs must not retry what will
+/// only be replayed. True if it was marked.
+pub(super) fn mark_final(status: StatusCode, headers: &mut HeaderMap) -> bool {
+    let mark = status.is_server_error();
+    if mark {
         headers.insert(STRIPE_SHOULD_RETRY, flag(false));
+    }
+    mark
+}
+
+/// Marks a server error as worth a retry: nothing of it is left.
+pub(super) fn mark_retry(status: StatusCode, headers: &mut HeaderMap) {
+    if status.is_server_error() {
+        headers.insert(STRIPE_SHOULD_RETRY, flag(true));
     }
 }
 
@@ -221,6 +281,17 @@ fn advice(kind: &RejectionKind) -> Advice {
             retry: true,
             error_type: API,
         },
+        RejectionKind::RolledBack => Advice {
+            status: StatusCode::INTERNAL_SERVER_ERROR,
+            code: "idempotency_rolled_back",
+            title: "Rolled back",
+            detail: text(
+                "The request failed while it was processed, and everything it had done in the database was undone. Send the same request again later with the same key.",
+            ),
+            safe_new_key: false,
+            retry: true,
+            error_type: API,
+        },
         RejectionKind::ResultUnavailable { .. } => Advice {
             status: StatusCode::CONFLICT,
             code: "idempotency_result_unavailable",
@@ -296,15 +367,30 @@ fn advice(kind: &RejectionKind) -> Advice {
             retry: false,
             error_type: INVALID_REQUEST,
         },
+        RejectionKind::TooManyInFlight => Advice {
+            status: StatusCode::TOO_MANY_REQUESTS,
+            code: "idempotency_too_many_in_flight",
+            title: "Too many operations in flight",
+            detail: text(
+                "This caller has too many operations in flight. This request was not executed. Send it again later with the same key.",
+            ),
+            // An earlier request under this key may have had its effect.
+            safe_new_key: false,
+            retry: true,
+            error_type: INVALID_REQUEST,
+        },
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeSet;
+
     use serde_json::Value;
 
     use super::*;
     use crate::key::KeyError;
+    use crate::scope::Scope;
 
     fn kinds() -> Vec<RejectionKind> {
         vec![
@@ -324,13 +410,25 @@ mod tests {
             RejectionKind::RecordUnreadable,
             RejectionKind::ScopeMissing,
             RejectionKind::TooManyWaiting,
+            RejectionKind::RolledBack,
+            RejectionKind::TooManyInFlight,
+            RejectionKind::HandlerFailedUntouched,
         ]
     }
 
-    fn read(kind: RejectionKind) -> (Response<Bytes>, Value) {
-        let response = response(&Rejection::new(kind), "https://api.example/problems/");
+    fn config(flavour: ErrorFlavour) -> Config {
+        let builder = Config::builder().scope(Scope::global()).error_flavour(flavour);
+        builder.problem_base("https://api.example/problems/").build().unwrap()
+    }
+
+    fn read_as(flavour: ErrorFlavour, kind: RejectionKind) -> (Response<Bytes>, Value) {
+        let response = response(&Rejection::new(kind), &config(flavour));
         let body = serde_json::from_slice(response.body()).unwrap();
         (response, body)
+    }
+
+    fn read(kind: RejectionKind) -> (Response<Bytes>, Value) {
+        read_as(ErrorFlavour::Problem, kind)
     }
 
     #[test]
@@ -381,7 +479,10 @@ mod tests {
                 row(409, "too_many_waiting", false, "false"),
                 row(413, "request_too_large", true, "false"),
                 row(422, "key_reused", false, "false"),
+                row(429, "too_many_in_flight", false, "true"),
+                row(500, "not_executed", true, "true"),
                 row(500, "outcome_unknown", false, "false"),
+                row(500, "rolled_back", false, "true"),
                 row(503, "record_unreadable", false, "true"),
                 row(503, "store_unavailable", false, "true"),
             ]
@@ -392,7 +493,8 @@ mod tests {
     fn retry_after_is_whole_seconds_rounded_up_and_at_least_one() {
         let header = |after| {
             let rejection = Rejection::new(RejectionKind::KeyInUse).with_retry_after(after);
-            response(&rejection, "x:").headers()[RETRY_AFTER].to_str().unwrap().to_owned()
+            let config = config(ErrorFlavour::Problem);
+            response(&rejection, &config).headers()[RETRY_AFTER].to_str().unwrap().to_owned()
         };
         assert_eq!(header(Duration::ZERO), "1");
         assert_eq!(header(Duration::from_millis(1)), "1");
@@ -406,5 +508,118 @@ mod tests {
         assert_eq!(body["original_status"], 201);
         assert_eq!(body["original_location"], "/p/1");
         assert_eq!(response.headers()[LOCATION], "/p/1");
+    }
+
+    #[test]
+    fn in_stripes_flavour_only_the_shape_and_the_status_of_a_reused_key_differ() {
+        for kind in kinds() {
+            let (plain, problem) = read(kind.clone());
+            let (response, body) = read_as(ErrorFlavour::Stripe, kind.clone());
+            let reused = kind == RejectionKind::KeyReused;
+            let status = if reused { StatusCode::BAD_REQUEST } else { plain.status() };
+            assert_eq!(response.status(), status);
+            assert_eq!(response.headers()[CONTENT_TYPE], "application/json");
+            for name in [CACHE_CONTROL, LINK, LOCATION, RETRY_AFTER, STRIPE_SHOULD_RETRY] {
+                assert_eq!(response.headers().get(&name), plain.headers().get(&name), "{name}");
+            }
+            assert_eq!(body.as_object().unwrap().len(), 1, "nothing but the error: {body}");
+            let error = &body["error"];
+            for name in ["type", "code", "message"] {
+                assert_eq!(error[name], problem["error"][name]);
+            }
+            assert_eq!(error["doc_url"], problem["type"]);
+            for name in ["safe_new_key", "original_status", "original_location"] {
+                assert_eq!(error[name], problem[name]);
+            }
+            assert_eq!(
+                error["type"] == "idempotency_error",
+                problem["error"]["type"] == IDEMPOTENCY
+            );
+        }
+    }
+
+    /// Status and code of every refusal.
+    fn answered() -> BTreeSet<(u16, String)> {
+        let pair = |kind| {
+            let (response, body) = read(kind);
+            (response.status().as_u16(), body["code"].as_str().unwrap().to_owned())
+        };
+        kinds().into_iter().map(pair).collect()
+    }
+
+    /// The codes in the first `enum` under `code`, wherever it stands.
+    fn codes(value: &Value) -> Vec<String> {
+        match value {
+            Value::Object(object) => match object.get("code").and_then(|code| code.get("enum")) {
+                Some(codes) => {
+                    let codes = codes.as_array().unwrap().iter();
+                    codes.map(|code| code.as_str().unwrap().to_owned()).collect()
+                }
+                None => object.values().flat_map(codes).collect(),
+            },
+            Value::Array(values) => values.iter().flat_map(codes).collect(),
+            Value::Null | Value::Bool(_) | Value::Number(_) | Value::String(_) => Vec::new(),
+        }
+    }
+
+    fn described<'a>(
+        responses: impl Iterator<Item = (&'a str, &'a Value)>,
+    ) -> BTreeSet<(u16, String)> {
+        let of_this_layer = |code: &String| code.starts_with("idempotency_");
+        let pairs = |(status, response): (&str, &Value)| {
+            let status: u16 = status.parse().unwrap();
+            codes(response)
+                .into_iter()
+                .filter(of_this_layer)
+                .map(move |code| (status, code))
+                .collect()
+        };
+        responses.flat_map::<Vec<_>, _>(pairs).collect()
+    }
+
+    fn yaml(text: &str) -> Value {
+        serde_yaml_ng::from_str(text).unwrap()
+    }
+
+    #[test]
+    fn the_sandboxs_openapi_document_has_every_code_at_its_status_and_no_other() {
+        let document = yaml(include_str!("../../openapi.yaml"));
+        let resolve = |response: &Value| match response["$ref"].as_str() {
+            Some(path) => document.pointer(path.trim_start_matches('#')).unwrap().clone(),
+            None => response.clone(),
+        };
+        for (path, item) in document["paths"].as_object().unwrap() {
+            for method in ["post", "delete"] {
+                let Some(operation) = item.get(method) else { continue };
+                let responses = operation["responses"].as_object().unwrap();
+                let responses: Vec<_> =
+                    responses.iter().map(|(status, it)| (status.as_str(), resolve(it))).collect();
+                let responses = responses.iter().map(|(status, response)| (*status, response));
+                assert_eq!(described(responses), answered(), "{method} {path}");
+            }
+        }
+    }
+
+    #[test]
+    fn the_fragment_for_other_documents_has_every_code_at_its_status_and_no_other() {
+        let fragment = yaml(include_str!("../../openapi/idempotency.yaml"));
+        let responses = fragment["components"]["responses"].as_object().unwrap().iter();
+        let responses =
+            responses.map(|(name, response)| (name.strip_prefix("Idempotency").unwrap(), response));
+        assert_eq!(described(responses), answered());
+    }
+
+    #[test]
+    fn the_guide_and_the_readme_explain_every_code() {
+        let guide = include_str!("../guide/problems.md");
+        let readme = include_str!("../../README.md");
+        let headings: BTreeSet<&str> =
+            guide.lines().filter_map(|line| line.strip_prefix("## ")).collect();
+        let answered = answered();
+        let all: BTreeSet<&str> = answered.iter().map(|(_, code)| code.as_str()).collect();
+        assert_eq!(headings, all);
+        for (status, code) in &answered {
+            assert!(readme.contains(&format!("| {status} | `{code}` |")), "{status} {code}");
+        }
     }
 }

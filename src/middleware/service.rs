@@ -2,10 +2,11 @@
 
 use std::error::Error as StdError;
 use std::future::poll_fn;
+use std::pin::pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
 
-use bytes::Bytes;
+use bytes::{Buf as _, BufMut as _, Bytes, BytesMut};
 use http::request::Parts;
 use http::{HeaderMap, HeaderValue, Request, Response};
 use http_body::Body;
@@ -13,19 +14,18 @@ use http_body_util::{BodyExt as _, LengthLimitError, Limited};
 use tokio::time::timeout;
 use tower_service::Service;
 
-use super::answer::{Answer, judge};
+use super::answer::{Answer, judge, referenced, refusal};
 use super::body::ResponseBody;
 use super::extension::Replayed;
 use super::future::ResponseFuture;
-use super::problem;
 use crate::config::{Config, IDEMPOTENCY_KEY, IDEMPOTENCY_STATUS, IDEMPOTENT_REPLAYED, MissingKey};
-use crate::engine::{Call, Conclusion, Engine, Execution, Ran, Run, Settle, observe};
+use crate::engine::{Call, Conclusion, Engine, Execution, Ran, Run, Seen, Settle, observe};
 use crate::error::{Rejection, RejectionKind};
 use crate::fingerprint::Fingerprints;
 use crate::key::{IdempotencyKey, KeyError};
 use crate::record::Verdict;
 use crate::response::{StoredBody, StoredResponse};
-use crate::scope::{DownstreamSeed, Identity, StorageKey};
+use crate::scope::{CallerId, DownstreamSeed, Identity, StorageKey};
 
 /// A service whose covered requests run at most once per key. Made by
 /// [`IdempotencyLayer`](super::IdempotencyLayer).
@@ -85,7 +85,7 @@ where
         };
         let path = whole_path(&request);
         let (parts, body) = request.into_parts();
-        let Some(identity) = self.config.scope.identify(&parts, &path) else {
+        let Some((identity, caller)) = self.config.scope.identify(&parts, &path) else {
             return self.refuse(RejectionKind::ScopeMissing, Some(&key));
         };
         let names = Names {
@@ -93,6 +93,7 @@ where
             seed: DownstreamSeed::new(&identity, &key),
             identity,
             key,
+            caller,
             path,
         };
         let (engine, config) = (self.engine.clone(), Arc::clone(&self.config));
@@ -119,6 +120,7 @@ struct Names {
     identity: Identity,
     seed: DownstreamSeed,
     key: IdempotencyKey,
+    caller: CallerId,
     path: String,
 }
 
@@ -174,7 +176,7 @@ where
     ResBody::Data: Send,
     ResBody::Error: Send,
 {
-    let Names { storage_key, identity, seed, key, path } = names;
+    let Names { storage_key, identity, seed, key, caller, path } = names;
     let body = match read_body(body, &config).await {
         Ok(body) => body,
         Err(kind) => {
@@ -186,11 +188,12 @@ where
     };
     let fingerprints = fingerprints(&config, &parts, &path, &body);
     let policy = config.policy.clone();
-    let call = Call { key: key.clone(), storage_key, identity, seed, fingerprints, policy };
+    let call = Call { key: key.clone(), storage_key, identity, caller, seed, fingerprints, policy };
     let mut handler =
         Handler { ready: Some(ready), parts: Some(parts), body, config: Arc::clone(&config) };
     let conclusion = engine.execute(call, move |run| handler.start(run)).await;
     let mut response = match conclusion {
+        Conclusion::Ran(answer, Seen::RolledBack) => answer.into_undone(&config)?,
         Conclusion::Ran(answer, _) => answer.into_response(&config, storage_key)?,
         Conclusion::NotStored(answer) => with_status(
             answer.into_response(&config, storage_key)?,
@@ -219,11 +222,28 @@ where
     if body.size_hint().lower() > limit as u64 {
         return Err(too_large);
     }
-    match timeout(config.request_timeout, Limited::new(body, limit).collect()).await {
-        Ok(Ok(collected)) => Ok(collected.to_bytes()),
+    match timeout(config.request_timeout, gather(Limited::new(body, limit))).await {
+        Ok(Ok(bytes)) => Ok(bytes),
         Ok(Err(error)) if is_length_limit(&*error) => Err(too_large),
         Ok(Err(_)) | Err(_) => Err(RejectionKind::RequestIncomplete),
     }
+}
+
+/// The data of a body. A single frame is taken as it is; more are copied together as they come: a
+/// client chooses their size, and a frame of one byte holds fifty times as much memory.
+async fn gather<B: Body>(body: B) -> Result<Bytes, B::Error> {
+    let mut body = pin!(body);
+    let (mut single, mut several) = (Bytes::new(), BytesMut::new());
+    while let Some(frame) = body.frame().await {
+        let Ok(mut data) = frame?.into_data() else { continue };
+        if single.is_empty() && several.is_empty() {
+            single = data.copy_to_bytes(data.remaining());
+            continue;
+        }
+        several.extend_from_slice(&std::mem::take(&mut single));
+        several.put(data);
+    }
+    Ok(if several.is_empty() { single } else { several.freeze() })
 }
 
 /// True for our own limit and for one that a layer outside put around the body.
@@ -331,25 +351,6 @@ fn first<B>(stored: StoredResponse, config: &Config) -> Response<ResponseBody<B>
             refusal(Rejection::new(kind), config)
         }
     }
-}
-
-/// A refusal, with what an operator finds the record by if somebody has to find out what happened.
-pub(super) fn referenced<B>(
-    rejection: Rejection,
-    key: StorageKey,
-    config: &Config,
-) -> Response<ResponseBody<B>> {
-    match observe::is_unknown(rejection.kind()) {
-        true => refusal(rejection.with_reference(key.log_id()), config),
-        false => refusal(rejection, config),
-    }
-}
-
-pub(super) fn refusal<B>(rejection: Rejection, config: &Config) -> Response<ResponseBody<B>> {
-    let response = problem::response(&rejection, &config.problem_base);
-    let mut response = response.map(ResponseBody::full);
-    response.extensions_mut().insert(rejection);
-    response
 }
 
 fn with_status<B>(mut response: Response<B>, status: HeaderValue) -> Response<B> {

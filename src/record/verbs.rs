@@ -138,6 +138,21 @@ pub struct Completion {
     pub terms: Terms,
     /// The encoded stored response.
     pub response: Bytes,
+    /// What becomes of the handler's writes, where the store holds them. This module, and every
+    /// store that keeps nothing but records, does the same whatever it says.
+    pub writes: Writes,
+}
+
+/// What an answer means for what the handler wrote through the store's transaction.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+#[expect(clippy::exhaustive_enums, reason = "there is no third thing to do with writes")]
+pub enum Writes {
+    /// They are committed together with the response.
+    Keep,
+    /// They are undone, and the response is stored: a refusal leaves no half of an operation.
+    Undo,
+    /// They are undone, nothing is stored, and the key is free: the operation may be tried again.
+    RollBack,
 }
 
 /// What came of a completion.
@@ -158,6 +173,10 @@ pub enum CompleteOutcome {
     Lost,
     /// The record cannot be read.
     Unreadable,
+    /// The store undid everything that the handler wrote through it, and the key is free. Only a
+    /// store that holds the handler's transaction says this: because [`Writes::RollBack`] asked for
+    /// it, or because the transaction cannot be committed as it is.
+    RolledBack,
 }
 
 /// What a holder knows of its effect when it gives a claim up.
@@ -190,6 +209,9 @@ pub enum ReleaseOutcome {
     NotHeld,
     /// The record cannot be read.
     Unreadable,
+    /// The store undid everything that the handler wrote through it, and the key is free, whatever
+    /// the holder knew. Only a store that holds the handler's transaction says this.
+    RolledBack,
 }
 
 /// Arguments of `resolve`: an outcome that somebody found out.

@@ -313,7 +313,7 @@ mod tests {
     use super::*;
     use crate::fingerprint::{Fingerprint, Fingerprints, RecipeId};
     use crate::key::{IdempotencyKey, KeySyntax};
-    use crate::record::{Effects, Finding, OnExpired, Terms, Verdict};
+    use crate::record::{Effects, Finding, OnExpired, Terms, Verdict, Writes};
     use crate::token::{Attempt, HolderId};
 
     const TERMS: Terms = Terms {
@@ -348,7 +348,10 @@ mod tests {
     }
 
     async fn complete(store: &MemoryStore, lease: &Lease, response: Bytes) -> CompleteOutcome {
-        store.complete(lease, &Completion { terms: TERMS, response }).await.unwrap()
+        store
+            .complete(lease, &Completion { terms: TERMS, response, writes: Writes::Keep })
+            .await
+            .unwrap()
     }
 
     async fn refused_as_full(store: &MemoryStore, key: StorageKey) {
@@ -451,7 +454,8 @@ mod tests {
                 });
                 let lease =
                     granted(store.claim(StorageKey::from_bytes(bytes), &claim).await.unwrap());
-                let completion = Completion { terms, response: response.clone() };
+                let completion =
+                    Completion { terms, response: response.clone(), writes: Writes::Keep };
                 store.complete(&lease, &completion).await.unwrap();
             }
             advance(Duration::from_millis(10)).await;

@@ -21,6 +21,8 @@ mod faulty;
 mod memory;
 #[cfg(feature = "redis")]
 pub mod redis;
+#[cfg(any(feature = "postgres", feature = "sqlite"))]
+pub mod sql;
 
 use std::fmt;
 use std::future::Future;

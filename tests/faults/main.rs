@@ -15,9 +15,9 @@ mod rows;
 mod site;
 mod store;
 
-#[path = "../support/proxy.rs"]
+#[path = "../support/link.rs"]
 #[allow(dead_code, reason = "each test program uses a part of it")]
-mod proxy;
+mod link;
 #[path = "../support/redis.rs"]
 #[allow(dead_code, reason = "each test program uses a part of it")]
 mod redis;

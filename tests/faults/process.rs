@@ -1,7 +1,7 @@
 //! B. The server process.
 
 use crate::history::{End, Promise};
-use crate::proxy::{Proxy, Way};
+use crate::link::{Proxy, Way};
 use crate::sandbox::{Call, Connection};
 use crate::site::{Site, is, is_paid, is_unknown, ms, sleep};
 

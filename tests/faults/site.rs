@@ -5,7 +5,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use crate::history::{End, History, Promise};
-use crate::proxy::Proxy;
+use crate::link::Proxy;
 use crate::redis::RedisServer;
 use crate::sandbox::{Answer, Call, Connection, Sandbox};
 

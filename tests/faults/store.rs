@@ -4,7 +4,7 @@ use std::fs::{self, OpenOptions};
 use std::time::Instant;
 
 use crate::history::{End, Promise};
-use crate::proxy::Way;
+use crate::link::Way;
 use crate::sandbox::Call;
 use crate::site::{Site, is, is_paid, ms, sleep};
 

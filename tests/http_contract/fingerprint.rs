@@ -4,7 +4,7 @@ use std::convert::Infallible;
 
 use axum::body::Body;
 use bytes::Bytes;
-use futures_util::stream;
+use futures_util::{StreamExt as _, stream};
 use http::HeaderName;
 use tower::ServiceExt as _;
 use tower_idempotency::{QueryOrder, Recipe};
@@ -130,6 +130,7 @@ async fn case_056_the_media_type_counts_and_its_parameters_do_not() {
 #[tokio::test]
 async fn case_057_headers_that_vary_by_nature_do_not_count() {
     let varied = json(JSON)
+        .header("host", "eu.shop.example")
         .header("user-agent", "sdk/2")
         .header("traceparent", "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01")
         .header("x-stripe-client-telemetry", "{}")
@@ -172,6 +173,24 @@ async fn case_061_a_body_over_the_limit_is_refused_and_nothing_is_recorded() {
     assert_eq!(seen.header("idempotency-key"), Some("k"));
     shop.expect_untouched();
     shop.send(&post("/payments").key("k").body("1234567890")).await.fresh(201);
+}
+
+// cases: 62
+#[tokio::test(start_paused = true)]
+async fn case_062_a_body_that_breaks_off_or_does_not_come_leaves_nothing() {
+    let shop = Shop::with(|config| config.request_timeout(secs(30)));
+    let half = || stream::iter([Ok(Bytes::from("amount="))]);
+    let broken = half().chain(stream::iter([Err(std::io::Error::other("the client left"))]));
+    let stuck = half().chain(stream::pending());
+    for body in [Body::from_stream(broken), Body::from_stream(stuck)] {
+        let request = post("/payments").key("k").request_with(body);
+        let seen = Seen::read(shop.app().oneshot(request).await.unwrap()).await;
+        let seen = seen.refused(408, "request_incomplete");
+        assert_eq!(seen.json()["safe_new_key"], true);
+        shop.expect_untouched();
+    }
+    shop.send(&post("/payments").key("k")).await.fresh(201);
+    shop.ledger.expect(1);
 }
 
 // cases: 63

@@ -107,6 +107,18 @@ async fn case_091_server_errors_are_final_and_say_so_from_the_first_time_on() {
     }
 }
 
+#[tokio::test]
+async fn a_stored_server_error_is_final_although_the_handler_asks_for_a_retry() {
+    let shop = Shop::answering(no_wait, |_| {
+        let builder = Response::builder().status(503).header("stripe-should-retry", "true");
+        builder.body(Body::from("come back")).unwrap()
+    });
+    let first = shop.send(&pay()).await.fresh(503);
+    assert_eq!(first.header("stripe-should-retry"), Some("false"));
+    shop.send(&pay()).await.replay_of(&first);
+    shop.ledger.expect(1);
+}
+
 // cases: 95, 96
 #[tokio::test]
 async fn case_095_a_limiter_outside_refuses_first_and_touches_nothing() {

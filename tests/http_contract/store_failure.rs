@@ -3,7 +3,7 @@
 use tokio::time::Instant;
 use tower_idempotency::{Execution, MissingKey, StoreDown, StoreErrorKind};
 
-use crate::harness::{Ask, Fault, Shop, Verb, ms, no_wait, post, secs, settle_down};
+use crate::harness::{Ask, Fault, Shop, Verb, ms, no_wait, post, secs};
 
 fn pay() -> Ask {
     post("/payments").key("k")
@@ -114,9 +114,24 @@ async fn case_151_failing_open_is_a_choice_and_shows_on_every_answer() {
         assert_eq!(seen.text(), "protected: false");
         shop.ledger.expect(run);
     }
-    shop.store.recover();
-    tokio::time::sleep(secs(60)).await;
-    settle_down().await;
+}
+
+/// What ran without protection is protected from then on, if the store comes back soon.
+#[tokio::test(start_paused = true)]
+async fn the_first_answer_of_an_unprotected_run_is_stored_once_the_store_is_back() {
+    for fault in [Fault::Is(StoreErrorKind::Unavailable), Fault::LostReply] {
+        let shop = Shop::with(|config| no_wait(config).store_down(StoreDown::RunUnprotected));
+        shop.store.fail(Verb::Claim, fault);
+        shop.store.fail(Verb::Complete, Fault::Is(StoreErrorKind::Unavailable));
+        let first = shop.send(&pay()).await.fresh(201);
+        assert_eq!(first.header("idempotency-status"), Some("unprotected"));
+        tokio::time::sleep(secs(5)).await;
+        shop.store.recover();
+        tokio::time::sleep(secs(1)).await;
+        let second = shop.send(&pay()).await.replay_of(&first);
+        assert_eq!(second.header("idempotency-status"), None);
+        shop.ledger.expect(1);
+    }
 }
 
 /// Failing open is about the store: keys, scope and limits are checked as ever.

@@ -15,7 +15,7 @@ use futures_util::{FutureExt as _, stream};
 use http::{HeaderMap, Request, Response};
 use http_body::Frame;
 use http_body_util::{BodyExt as _, Full, StreamBody};
-use tokio::time::Instant;
+use tokio::time::{Instant, timeout};
 use tower::buffer::Buffer;
 use tower::limit::ConcurrencyLimit;
 use tower::{Layer as _, Service, ServiceExt as _, service_fn};
@@ -97,8 +97,8 @@ where
 {
     let mut service = layer().layer(inner);
     let mut call = async |ask: Ask| {
-        let response = service.ready().await.unwrap().call(ask.request()).await.unwrap();
-        read(response).await
+        let exchange = async { service.ready().await.unwrap().call(ask.request()).await.unwrap() };
+        read(timeout(secs(20), exchange).await.expect("nothing that was reserved is kept")).await
     };
     gate.open_once();
     let first = call(pay()).await.fresh(200);
@@ -158,8 +158,8 @@ async fn fault_b25_replays_and_refusals_leave_no_permit_reserved() {
     let first = read(first).await.fresh(200);
     gate.entered().await;
     for _ in 0..100 {
-        let again = service.ready().await.unwrap().call(pay().request()).await.unwrap();
-        read(again).await.replay_of(&first);
+        let again = async { service.ready().await.unwrap().call(pay().request()).await.unwrap() };
+        read(timeout(secs(20), again).await.expect("a permit is left")).await.replay_of(&first);
         let bad = pay().with("idempotency-key", "bad key").request();
         let bad = service.ready().await.unwrap().call(bad).await.unwrap();
         read(bad).await.refused(400, "key_invalid");

@@ -211,6 +211,23 @@ async fn a_client_that_expects_100_continue_is_told_to_go_on_before_anything_is_
     raw.answer().await.expect_code(400, "key_invalid");
 }
 
+/// An answer that needs no body leaves it unread, and the connection is still good for the next.
+#[tokio::test]
+async fn a_connection_survives_refusals_and_replays() {
+    let shop = Shop::open();
+    let server = served(&shop).await;
+    let mut raw = server.connect().await;
+    raw.send(with_key("bad key")).await;
+    raw.answer().await.expect_code(400, "key_invalid");
+    for replayed in [false, true, true] {
+        raw.send(with_key("k")).await;
+        raw.answer().await.expect(201, replayed);
+    }
+    raw.send(raw_post(&[])).await;
+    raw.answer().await.expect_code(400, "key_missing");
+    shop.ledger.expect(1);
+}
+
 /// Fault B27: HEAD and GET look exactly as they do without the layer.
 #[tokio::test]
 async fn head_and_get_are_as_they_are_without_the_layer() {

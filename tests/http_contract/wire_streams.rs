@@ -12,10 +12,10 @@ use futures_util::{FutureExt as _, StreamExt as _, stream};
 use http::Response;
 use http_body_util::BodyExt as _;
 use tokio::sync::{Mutex, Semaphore, mpsc};
-use tokio::time::Instant;
+use tokio::time::{Instant, timeout};
 use tower::ServiceExt as _;
 
-use crate::harness::{Ask, Gate, Seen, Server, Shop, defaults, no_wait, post, secs};
+use crate::harness::{Ask, Builder, Gate, Seen, Server, Shop, defaults, no_wait, post, secs};
 
 const POST: &str = "POST /payments HTTP/1.1\r\nhost: shop\r\naccount: acme\r\n\
     idempotency-key: k\r\ncontent-length: 0\r\n\r\n";
@@ -36,9 +36,18 @@ fn channel() -> (mpsc::UnboundedSender<&'static str>, Arc<Mutex<Option<Body>>>) 
 // cases: 100
 #[tokio::test]
 async fn case_100_events_arrive_while_the_handler_still_streams_and_nothing_runs_again() {
-    for media_type in ["text/event-stream", "application/x-ndjson; charset=utf-8"] {
+    for media_type in [
+        "text/event-stream",
+        "Text/Event-Stream; charset=utf-8",
+        "application/x-ndjson",
+        "application/ndjson",
+        "multipart/x-mixed-replace; boundary=x",
+        "application/grpc+proto",
+    ] {
         let (sender, body) = channel();
-        let shop = Shop::running(defaults, move |_| {
+        // Not because the answer is slow.
+        let configure = |config: Builder| config.response_timeout(secs(3600));
+        let shop = Shop::running(configure, move |_| {
             let body = Arc::clone(&body);
             async move {
                 let body = body.lock().await.take().expect("it runs once");
@@ -50,7 +59,7 @@ async fn case_100_events_arrive_while_the_handler_still_streams_and_nothing_runs
         let mut raw = server.connect().await;
         raw.send(POST).await;
         sender.send("data: 1\n\n").unwrap();
-        let head = raw.head().await;
+        let head = timeout(secs(20), raw.head()).await.expect("the first byte comes at once");
         head.expect(200, false);
         assert_eq!(head.header("transfer-encoding"), Some("chunked"));
         raw.until(b"data: 1").await;
@@ -235,4 +244,23 @@ async fn case_108_many_connections_to_two_servers_on_one_store() {
         assert_eq!(fresh, 1);
         shop.ledger.expect(round);
     }
+}
+
+// cases: 107
+#[tokio::test]
+async fn case_107_many_streams_of_one_http_2_connection() {
+    let (shop, gate) = Shop::gated(no_wait);
+    let server = Server::start(shop.app()).await;
+    let mut client = server.http2().await;
+    let first = tokio::spawn(client.sending(pay().request()));
+    gate.entered().await;
+    let twins = (0..50).map(|_| tokio::spawn(client.sending(pay().request())));
+    for twin in futures_util::future::join_all(twins).await {
+        assert_eq!(twin.unwrap().unwrap().status(), 409);
+    }
+    gate.open();
+    let first = first.await.unwrap().unwrap();
+    assert_eq!(first.status(), 201);
+    assert!(!first.headers().contains_key("idempotent-replayed"));
+    shop.ledger.expect(1);
 }

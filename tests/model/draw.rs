@@ -8,7 +8,7 @@ use rand::Rng as _;
 use rand::seq::IndexedRandom as _;
 use tower_idempotency::record::{
     Claim, Completion, Effects, Finding, Grant, Millis, OnExpired, Progress, Record, Release,
-    Renewal, Resolution, State, Terms, Verdict,
+    Renewal, Resolution, State, Terms, Verdict, Writes,
 };
 use tower_idempotency::{Attempt, Fence, Fingerprint, Fingerprints, HolderId, Lease, RecipeId};
 
@@ -90,7 +90,10 @@ impl Sequence {
             }
             5..7 => {
                 let response = self.draw_bytes(1);
-                Operation::Complete(of, Completion { terms: self.draw_terms(), response })
+                Operation::Complete(
+                    of,
+                    Completion { terms: self.draw_terms(), response, writes: Writes::Keep },
+                )
             }
             7 => {
                 let verdict =

@@ -4,6 +4,7 @@
 use tower_idempotency::record::{
     self, Change, Claim, ClaimOutcome, CompleteOutcome, Completion, OnExpired, Record, Release,
     ReleaseOutcome, RenewOutcome, Renewal, Resolution, ResolveOutcome, State, Step, Verdict,
+    Writes,
 };
 use tower_idempotency::{Attempt, Effects};
 
@@ -117,7 +118,8 @@ impl Protocol {
 
     /// What the client is told after a completion, as the engine does it.
     pub(crate) fn complete(&self, world: &mut World, by: &Server, answer: u8) -> Told {
-        let completion = Completion { terms: TERMS, response: encoded(answer) };
+        let completion =
+            Completion { terms: TERMS, response: encoded(answer), writes: Writes::Keep };
         let step = record::complete(world.current(), NOW, &by.owner(), &completion);
         match self.apply(world, step) {
             CompleteOutcome::Stored => Told::Success(answer),
@@ -140,7 +142,9 @@ impl Protocol {
                     _ => Told::ComeBack,
                 }
             }
-            CompleteOutcome::Unreadable => panic!("nothing here is unreadable"),
+            CompleteOutcome::Unreadable | CompleteOutcome::RolledBack => {
+                panic!("nothing here is unreadable, or in a transaction")
+            }
         }
     }
 

@@ -1,203 +1,193 @@
-//! A TCP proxy of our own between a server and what it calls: delays, cuts, cuts after so many bytes,
-//! swallows, each way. It counts what it did, so that a test whose fault was never hit fails.
+//! A way to a server on which exchanges go wrong: cut before, during or after the answer, delayed,
+//! swallowed.
+//!
+//! It reads no HTTP. On an HTTP/1.1 connection requests and answers take turns, so whatever a
+//! client sends after the server has spoken is a new exchange, and each one meets a fate of its own.
 
-use std::io;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::net::SocketAddr;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
-use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
 use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::watch;
+use tokio::time::sleep;
 
-/// Which way bytes go.
+/// What happens to one exchange.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub enum Way {
-    /// From the client to the server.
-    Up,
-    /// From the server to the client.
-    Down,
+pub enum Fate {
+    /// Nothing.
+    Pass,
+    /// The connection ends before the request reaches the server.
+    CutRequest,
+    /// The server gets the request and answers; the client sees the end instead.
+    CutBeforeAnswer,
+    /// The client gets this many bytes of the answer, then the end.
+    CutAfterBytes(usize),
+    /// The client gets the head of the answer and a little of its body, then the end.
+    CutInBody,
+    /// The client gets the answer, then the end.
+    CutAfterAnswer,
+    /// The request reaches the server this much later.
+    Delay(Duration),
+    /// The request goes nowhere and the connection stays open.
+    Swallow,
 }
+
+/// Of a body that is cut this much arrives.
+const LITTLE: usize = 8;
+
+/// Where the head of an answer ends, as far as it is here.
+fn head(answer: &[u8]) -> usize {
+    let end = answer.windows(4).position(|four| four == b"\r\n\r\n");
+    end.map_or(answer.len(), |end| end + 4)
+}
+
+type Choose = dyn Fn(u64) -> Fate + Send + Sync;
 
 /// A proxy on a port of its own. It ends with the runtime of its test.
-#[derive(Clone, Debug)]
 pub struct Proxy {
-    port: u16,
-    switches: Arc<Switches>,
+    address: SocketAddr,
+    shared: Arc<Shared>,
 }
 
-#[derive(Debug, Default)]
-struct Direction {
-    swallow: AtomicBool,
-    delay_ms: AtomicU64,
-    cut_after: Mutex<Option<usize>>,
+struct Shared {
+    target: SocketAddr,
+    choose: Mutex<Arc<Choose>>,
+    exchanges: AtomicU64,
+    cut: AtomicU64,
 }
 
-#[derive(Debug)]
-struct Switches {
-    refuse: AtomicBool,
-    up: Direction,
-    down: Direction,
-    /// Connections made before this number changed are cut.
-    era: watch::Sender<u64>,
-    hits: AtomicU64,
-}
-
-impl Switches {
-    fn direction(&self, way: Way) -> &Direction {
-        match way {
-            Way::Up => &self.up,
-            Way::Down => &self.down,
-        }
-    }
-
-    fn hit(&self) {
-        self.hits.fetch_add(1, Ordering::SeqCst);
-    }
-}
+/// After this much silence an answer is taken to be whole.
+const SILENCE: Duration = Duration::from_millis(40);
+/// A connection that nobody uses is dropped.
+const IDLE: Duration = Duration::from_secs(60);
 
 impl Proxy {
-    /// A proxy that leads to a port of this machine.
-    pub async fn to(target: u16) -> Self {
+    /// A proxy to this address on which everything passes.
+    pub async fn to(target: SocketAddr) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.expect("a free port");
-        let port = listener.local_addr().expect("a bound port").port();
-        let switches = Arc::new(Switches {
-            refuse: AtomicBool::new(false),
-            up: Direction::default(),
-            down: Direction::default(),
-            era: watch::Sender::new(0),
-            hits: AtomicU64::new(0),
+        let address = listener.local_addr().expect("a bound port");
+        let shared = Arc::new(Shared {
+            target,
+            choose: Mutex::new(Arc::new(|_| Fate::Pass)),
+            exchanges: AtomicU64::new(0),
+            cut: AtomicU64::new(0),
         });
-        let shared = Arc::clone(&switches);
+        let this = Self { address, shared: Arc::clone(&shared) };
         tokio::spawn(async move {
             while let Ok((client, _)) = listener.accept().await {
-                if shared.refuse.load(Ordering::SeqCst) {
-                    shared.hit();
-                    continue; // and close it
-                }
-                let Ok(server) = TcpStream::connect(("127.0.0.1", target)).await else { continue };
-                let (client_in, client_out) = client.into_split();
-                let (server_in, server_out) = server.into_split();
-                let era = shared.era.subscribe();
-                tokio::spawn(carry(client_in, server_out, Way::Up, Arc::clone(&shared), era));
-                let era = shared.era.subscribe();
-                tokio::spawn(carry(server_in, client_out, Way::Down, Arc::clone(&shared), era));
+                let shared = Arc::clone(&shared);
+                tokio::spawn(async move {
+                    let _ = client.set_nodelay(true);
+                    // A connection that ends early is what this is for.
+                    let _ = shared.carry(client).await;
+                });
             }
         });
-        Self { port, switches }
+        this
     }
 
-    /// The address of a Redis behind it.
-    pub fn redis_url(&self) -> String {
-        format!("redis://127.0.0.1:{}/", self.port)
+    /// The address as an HTTP URL.
+    pub fn url(&self) -> String {
+        format!("http://{}", self.address)
     }
 
-    /// The port to connect to.
-    pub fn port(&self) -> u16 {
-        self.port
+    /// Exchanges meet these fates from now on, in this order; later ones pass.
+    pub fn next(&self, fates: &[Fate]) {
+        let (first, fates) = (self.exchanges(), fates.to_vec());
+        self.choose(move |exchange| {
+            let index = usize::try_from(exchange - first).expect("few exchanges");
+            fates.get(index).copied().unwrap_or(Fate::Pass)
+        });
     }
 
-    /// Cuts all connections, and those that are made from now on at once.
-    pub fn refuse(&self) {
-        self.switches.refuse.store(true, Ordering::SeqCst);
-        self.cut();
+    /// Exchanges meet the fate that this chooses from now on, by their number.
+    pub fn choose(&self, choose: impl Fn(u64) -> Fate + Send + Sync + 'static) {
+        *self.shared.choose.lock().expect("no holder panics") = Arc::new(choose);
     }
 
-    /// Cuts all connections that are open.
-    pub fn cut(&self) {
-        self.switches.era.send_modify(|era| *era += 1);
+    /// How many exchanges there were.
+    pub fn exchanges(&self) -> u64 {
+        self.shared.exchanges.load(Ordering::SeqCst)
     }
 
-    /// Cuts the connection that carries the given number of bytes more this way; those before them
-    /// arrive.
-    pub fn cut_after(&self, way: Way, bytes: usize) {
-        *self.switches.direction(way).cut_after.lock().expect("no holder panics") = Some(bytes);
-    }
-
-    /// From now on what goes this way goes nowhere; connections stay open.
-    pub fn swallow(&self, way: Way) {
-        self.switches.direction(way).swallow.store(true, Ordering::SeqCst);
-    }
-
-    /// From now on everything that goes this way takes that much longer.
-    pub fn delay(&self, way: Way, by: Duration) {
-        let ms = u64::try_from(by.as_millis()).expect("a short time");
-        self.switches.direction(way).delay_ms.store(ms, Ordering::SeqCst);
-    }
-
-    /// Takes everything back. Connections of which a part was swallowed cannot go on, so all are cut.
-    pub fn heal(&self) {
-        self.switches.refuse.store(false, Ordering::SeqCst);
-        for way in [Way::Up, Way::Down] {
-            let direction = self.switches.direction(way);
-            direction.swallow.store(false, Ordering::SeqCst);
-            direction.delay_ms.store(0, Ordering::SeqCst);
-            *direction.cut_after.lock().expect("no holder panics") = None;
-        }
-        self.cut();
-    }
-
-    /// How often a fault was hit since it was asked last.
-    pub fn hits(&self) -> u64 {
-        self.switches.hits.swap(0, Ordering::SeqCst)
+    /// How many of them were cut.
+    pub fn cut(&self) -> u64 {
+        self.shared.cut.load(Ordering::SeqCst)
     }
 }
 
-async fn carry(
-    mut from: OwnedReadHalf,
-    mut to: OwnedWriteHalf,
-    way: Way,
-    switches: Arc<Switches>,
-    mut era: watch::Receiver<u64>,
-) {
-    let mut buffer = vec![0; 64 << 10];
-    loop {
-        let read = tokio::select! {
-            read = from.read(&mut buffer) => read,
-            _ = era.changed() => return, // dropping both halves closes the connection
-        };
-        let Ok(length @ 1..) = read else { return };
-        if pass(&buffer[..length], &mut to, way, &switches).await.is_err() {
-            // The other direction ends as well: what was written, or was to be, is lost.
-            switches.era.send_modify(|era| *era += 1);
-            return;
+impl Shared {
+    fn fate(&self) -> Fate {
+        let choose = Arc::clone(&self.choose.lock().expect("no holder panics"));
+        let fate = choose(self.exchanges.fetch_add(1, Ordering::SeqCst));
+        if !matches!(fate, Fate::Pass | Fate::Delay(_)) {
+            self.cut.fetch_add(1, Ordering::SeqCst);
         }
+        fate
     }
-}
 
-async fn pass(
-    bytes: &[u8],
-    to: &mut OwnedWriteHalf,
-    way: Way,
-    switches: &Switches,
-) -> io::Result<()> {
-    let direction = switches.direction(way);
-    let delay = direction.delay_ms.load(Ordering::SeqCst);
-    if delay > 0 {
-        switches.hit();
-        tokio::time::sleep(Duration::from_millis(delay)).await;
-    }
-    if direction.swallow.load(Ordering::SeqCst) {
-        switches.hit();
-        return Ok(());
-    }
-    let cut_at = {
-        let mut cut_after = direction.cut_after.lock().expect("no holder panics");
-        match *cut_after {
-            Some(left) if left < bytes.len() => {
-                *cut_after = None;
-                Some(left)
+    async fn carry(&self, mut client: TcpStream) -> std::io::Result<()> {
+        let mut server = TcpStream::connect(self.target).await?;
+        server.set_nodelay(true)?;
+        let (mut up, mut down) = (vec![0; 64 << 10], vec![0; 64 << 10]);
+        // The fate of the exchange that is going on, and how much of its answer was passed on.
+        let mut current: Option<(Fate, usize)> = None;
+        loop {
+            let answered = current.is_some_and(|(_, passed)| passed > 0);
+            let last_words = matches!(current, Some((Fate::CutAfterAnswer, _))) && answered;
+            tokio::select! {
+                read = client.read(&mut up) => {
+                    let length = read?;
+                    if length == 0 {
+                        return Ok(());
+                    }
+                    if current.is_none() || answered {
+                        let fate = self.fate();
+                        current = Some((fate, 0));
+                        match fate {
+                            Fate::CutRequest => return Ok(()),
+                            Fate::Delay(time) => sleep(time).await,
+                            Fate::Pass
+                            | Fate::CutBeforeAnswer
+                            | Fate::CutAfterBytes(_)
+                            | Fate::CutInBody
+                            | Fate::CutAfterAnswer
+                            | Fate::Swallow => {}
+                        }
+                    }
+                    if !matches!(current, Some((Fate::Swallow, _))) {
+                        server.write_all(&up[..length]).await?;
+                    }
+                }
+                read = server.read(&mut down) => {
+                    let length = read?;
+                    if length == 0 {
+                        return Ok(());
+                    }
+                    let Some((fate, passed)) = &mut current else { return Ok(()) };
+                    if *fate == Fate::CutInBody {
+                        *fate = Fate::CutAfterBytes(head(&down[..length]) + LITTLE);
+                    }
+                    let length = match fate {
+                        Fate::CutBeforeAnswer => return Ok(()),
+                        Fate::CutAfterBytes(limit) => length.min(*limit - *passed),
+                        Fate::Pass
+                        | Fate::CutRequest
+                        | Fate::CutInBody
+                        | Fate::CutAfterAnswer
+                        | Fate::Delay(_)
+                        | Fate::Swallow => length,
+                    };
+                    client.write_all(&down[..length]).await?;
+                    *passed += length;
+                    if *fate == Fate::CutAfterBytes(*passed) {
+                        return Ok(());
+                    }
+                }
+                () = sleep(if last_words { SILENCE } else { IDLE }) => return Ok(()),
             }
-            Some(left) => {
-                *cut_after = Some(left - bytes.len());
-                None
-            }
-            None => None,
         }
-    };
-    let Some(length) = cut_at else { return to.write_all(bytes).await };
-    switches.hit();
-    to.write_all(&bytes[..length]).await?;
-    Err(io::ErrorKind::ConnectionAborted.into())
+    }
 }

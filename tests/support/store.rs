@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use tower_idempotency::record::{
-    Claim, ClaimOutcome, CompleteOutcome, Completion, Effects, OnExpired, Terms,
+    Claim, ClaimOutcome, CompleteOutcome, Completion, Effects, OnExpired, Terms, Writes,
 };
 use tower_idempotency::store::redis::deadpool_redis::{Manager, Pool, Runtime};
 use tower_idempotency::store::redis::redis::AsyncConnectionConfig;
@@ -83,7 +83,7 @@ pub fn claim() -> Claim {
 }
 
 pub fn completion(response: &[u8]) -> Completion {
-    Completion { terms: TERMS, response: Bytes::copy_from_slice(response) }
+    Completion { terms: TERMS, response: Bytes::copy_from_slice(response), writes: Writes::Keep }
 }
 
 pub async fn granted(store: &RedisStore, key: StorageKey) -> Lease {

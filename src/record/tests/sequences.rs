@@ -170,7 +170,8 @@ impl World {
             }
             Verb::Complete(number) => {
                 let Some(owner) = self.owners[op.holder] else { return };
-                let completion = Completion { terms: TERMS, response: answer(number) };
+                let completion =
+                    Completion { terms: TERMS, response: answer(number), writes: Writes::Keep };
                 self.alone_until[op.holder] = 0;
                 let outcome = self.apply(complete(current, now, &owner, &completion));
                 if let CompleteOutcome::Superseded(told) = outcome {
@@ -416,7 +417,7 @@ proptest! {
         current in any_current(), owner in any_owner(), terms in any_terms(),
         number in 0..3_u8, now in 0..1_u64 << 48,
     ) {
-        let completion = Completion { terms, response: answer(number) };
+        let completion = Completion { terms, response: answer(number), writes: Writes::Keep };
         twice(&current, |current| complete(current, Millis(now), &owner, &completion), |first| {
             match first {
                 CompleteOutcome::Healed | CompleteOutcome::Restored => CompleteOutcome::Stored,

@@ -516,7 +516,7 @@ fn every_verb_does_to_every_state_what_the_specification_says() {
 
         counted("complete");
         let rule = case.rule("complete", &rules, &mut used);
-        let completion = Completion { terms: TERMS, response: ANSWER };
+        let completion = Completion { terms: TERMS, response: ANSWER, writes: Writes::Keep };
         let step = complete(case.current.clone(), now, &owner, &completion);
         case.check(rule, step, told_by_complete(rule.told, &case), &run);
 

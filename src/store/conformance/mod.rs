@@ -41,6 +41,7 @@ use crate::fingerprint::{Fingerprint, Fingerprints, RecipeId};
 use crate::record::{
     Claim, ClaimOutcome, CompleteOutcome, Completion, Effects, Finding, OnExpired, Release,
     ReleaseOutcome, RenewOutcome, Renewal, Resolution, ResolveOutcome, Terms, Unsettled, Verdict,
+    Writes,
 };
 use crate::scope::StorageKey;
 use crate::token::HolderId;
@@ -149,7 +150,11 @@ impl<'a> Case<'a> {
     }
 
     async fn complete(&self, lease: &Lease, response: &'static [u8]) -> CompleteOutcome {
-        let completion = Completion { terms: STEADY, response: Bytes::from_static(response) };
+        let completion = Completion {
+            terms: STEADY,
+            response: Bytes::from_static(response),
+            writes: Writes::Keep,
+        };
         self.must(self.store.complete(lease, &completion)).await
     }
 

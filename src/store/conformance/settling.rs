@@ -5,7 +5,7 @@ use bytes::Bytes;
 use super::{Case, STEADY, reexecuting, request, unsettled_of};
 use crate::record::{
     ClaimOutcome, CompleteOutcome, Completion, Finding, Grant, Millis, ReleaseOutcome,
-    RenewOutcome, ResolveOutcome, Unsettled, Verdict,
+    RenewOutcome, ResolveOutcome, Unsettled, Verdict, Writes,
 };
 use crate::store::{Lease, Store};
 use crate::token::{Attempt, Fence, HolderId};
@@ -21,7 +21,8 @@ pub async fn responses_are_opaque_bytes(store: &dyn Store) {
         let case = Case::new(store);
         let lease = case.granted(&request(1)).await;
         let response = Bytes::from(bytes);
-        let completion = Completion { terms: STEADY, response: response.clone() };
+        let completion =
+            Completion { terms: STEADY, response: response.clone(), writes: Writes::Keep };
         let stored = case.must(store.complete(&lease, &completion)).await;
         case.assert_eq(&stored, &CompleteOutcome::Stored, "a completion is stored");
         match case.claim(&request(1)).await {

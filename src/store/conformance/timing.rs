@@ -8,7 +8,7 @@ use super::{
 };
 use crate::record::{
     Claim, ClaimOutcome, CompleteOutcome, Completion, Effects, Finding, Grant, RenewOutcome,
-    Renewal, ResolveOutcome, Terms, Verdict,
+    Renewal, ResolveOutcome, Terms, Verdict, Writes,
 };
 use crate::store::Store;
 use crate::token::Attempt;
@@ -198,7 +198,8 @@ pub async fn after_its_retention_a_record_is_gone(store: &dyn Store) {
     let brief = Terms { retention: SHORT, ..STEADY };
     let completed = Case::new(store);
     let lease = completed.granted(&request(1)).await;
-    let completion = Completion { terms: brief, response: Bytes::from_static(b"answer") };
+    let completion =
+        Completion { terms: brief, response: Bytes::from_static(b"answer"), writes: Writes::Keep };
     completed.must(store.complete(&lease, &completion)).await;
 
     let open = Case::new(store);

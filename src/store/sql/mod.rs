@@ -1,0 +1,385 @@
+//! Stores in PostgreSQL and SQLite (features `postgres`, `sqlite`), through [`sqlx`] 0.9.
+//!
+//! | | keeps | for handlers that |
+//! |---|---|---|
+//! | [`PostgresStore`], [`SqliteStore`] | key, the handler's writes and the stored response in **one transaction** | write to that database, through [`Tx`] |
+//! | [`PostgresLeaseStore`], [`SqliteLeaseStore`] | the record alone, under a lease, as Redis does | call outside |
+//!
+//! All of them use one table, [`postgres::SCHEMA`] or [`sqlite::SCHEMA`], and the records of
+//! [`record`](crate::record). The [guide](crate::guide::transactions) says how answers decide about
+//! writes, and what is promised.
+//!
+//! # Versions
+//! `sqlx` is a public dependency: a pool of another version does not fit, so use the one that is
+//! exported here. With `sqlite`, the program links the `libsqlite3-sys` of sqlx 0.9 (below 0.38), and
+//! cargo refuses a second one: `rusqlite` up to 0.39 fits, newer ones do not.
+
+mod desk;
+mod lease;
+#[cfg(feature = "postgres")]
+pub mod postgres;
+#[cfg(feature = "sqlite")]
+pub mod sqlite;
+mod transactional;
+mod tx;
+
+use bytes::Bytes;
+use futures_util::future::BoxFuture;
+use sqlx::{Database, SqlStr};
+
+#[cfg(feature = "postgres")]
+pub use postgres::{Isolation, PostgresLeaseStore, PostgresStore};
+#[cfg(feature = "sqlite")]
+pub use sqlite::{SqliteLeaseStore, SqliteStore};
+pub use sqlx;
+pub use tx::{NoTx, Savepoint, Tx};
+
+use crate::error::{StoreError, StoreErrorKind};
+use crate::record::{Change, Current, Expires, Millis, Record, State, Step};
+use crate::scope::StorageKey;
+
+/// A database that records can be kept in. Implemented here for both, and not to be implemented
+/// elsewhere.
+pub trait Backend: Database + sealed::Sealed {
+    /// Its name in errors and logs.
+    #[doc(hidden)]
+    const STORE: &'static str;
+
+    /// The database's time and what stands under a key; with `lock`, locked until the transaction
+    /// ends.
+    #[doc(hidden)]
+    fn look(
+        connection: &mut Self::Connection,
+        key: StorageKey,
+        lock: Lock,
+    ) -> BoxFuture<'_, sqlx::Result<Found>>;
+
+    /// Writes a row that was not there; 0 if it is there after all.
+    #[doc(hidden)]
+    fn insert(connection: &mut Self::Connection, row: Row) -> BoxFuture<'_, sqlx::Result<u64>>;
+
+    /// Writes a row that was there; 0 if it has gone.
+    #[doc(hidden)]
+    fn update(connection: &mut Self::Connection, row: Row) -> BoxFuture<'_, sqlx::Result<u64>>;
+
+    /// Runs statements without arguments.
+    #[doc(hidden)]
+    fn run(connection: &mut Self::Connection, sql: SqlStr) -> BoxFuture<'_, sqlx::Result<()>>;
+
+    /// Removes up to so many rows whose retention is over, except those that somebody uses.
+    #[doc(hidden)]
+    fn sweep(connection: &mut Self::Connection, at_most: u32) -> BoxFuture<'_, sqlx::Result<u64>>;
+
+    /// What an error of the database means.
+    #[doc(hidden)]
+    fn weigh(code: &str) -> Weight;
+}
+
+mod sealed {
+    /// Keeps [`Backend`](super::Backend) closed.
+    #[allow(unnameable_types, reason = "that is its purpose")]
+    pub trait Sealed {}
+}
+
+/// Whether a look takes the row's lock.
+#[doc(hidden)]
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+#[expect(clippy::exhaustive_enums, reason = "not for use outside")]
+pub enum Lock {
+    None,
+    Row,
+}
+
+/// What a look found.
+#[doc(hidden)]
+#[derive(Debug)]
+#[expect(clippy::exhaustive_structs, reason = "not for use outside")]
+pub struct Found {
+    pub now: i64,
+    pub row: Option<(Vec<u8>, i64)>,
+}
+
+/// What is written.
+#[doc(hidden)]
+#[derive(Debug)]
+#[expect(clippy::exhaustive_structs, reason = "not for use outside")]
+pub struct Row {
+    pub key: StorageKey,
+    pub state: i16,
+    pub record: Bytes,
+    /// `None`: as before.
+    pub expires: Option<i64>,
+}
+
+/// What an error of the driver means for the transaction.
+#[doc(hidden)]
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+#[expect(clippy::exhaustive_enums, reason = "not for use outside")]
+pub enum Weight {
+    /// The whole unit may succeed when it runs again: a serialization failure, a deadlock.
+    Conflict,
+    /// Somebody else holds the lock.
+    Locked,
+    /// The connection is gone, and what was sent last may have been done.
+    Lost,
+    /// The database was not reached.
+    Unreached,
+    /// A rule of the schema is broken. Found at COMMIT, it may be a matter of who was first.
+    Constraint,
+    /// The database refused.
+    Refused,
+}
+
+/// How often a row is looked at that vanishes or appears between two statements. Each further look
+/// needs a commit of somebody else's in between.
+const LOOKS_MAX: u32 = 4;
+
+impl Found {
+    fn current(&self) -> (Current, Millis) {
+        let now = u64::try_from(self.now).unwrap_or_default();
+        let current = match &self.row {
+            // A row past its retention counts as absent, swept or not.
+            Some((record, expires)) if *expires > self.now => {
+                Current::from_stored(Some(Bytes::copy_from_slice(record)))
+            }
+            Some(_) | None => Current::Absent,
+        };
+        (current, Millis(now))
+    }
+}
+
+impl Row {
+    fn new(key: StorageKey, record: &Record, expires: Expires) -> Self {
+        let state = match record.state {
+            State::InFlight { .. } => 1,
+            State::Open { .. } => 2,
+            State::Indeterminate { .. } => 3,
+            State::Completed { .. } => 4,
+        };
+        let expires = match expires {
+            Expires::At(Millis(at)) => Some(i64::try_from(at).unwrap_or(i64::MAX)),
+            Expires::AsBefore => None,
+        };
+        Self { key, state, record: record.encode(), expires }
+    }
+}
+
+/// Runs one verb of the protocol on a row, within a transaction that the caller ends.
+async fn step<DB: Backend, T: Send>(
+    connection: &mut DB::Connection,
+    key: StorageKey,
+    verb: &(dyn Fn(Current, Millis) -> Step<T> + Sync),
+) -> sqlx::Result<T> {
+    for _ in 0..LOOKS_MAX {
+        let found = DB::look(connection, key, Lock::Row).await?;
+        let (current, now) = found.current();
+        let Step { change, outcome } = verb(current, now);
+        let rows = match change {
+            Change::Keep => return Ok(outcome),
+            Change::Write { record, expires } => {
+                let row = Row::new(key, &record, expires);
+                match found.row {
+                    Some(_) => DB::update(connection, row).await?,
+                    None => DB::insert(connection, row).await?,
+                }
+            }
+        };
+        // Otherwise somebody else wrote or removed it meanwhile.
+        if rows == 1 {
+            return Ok(outcome);
+        }
+    }
+    Err(sqlx::Error::RowNotFound)
+}
+
+#[expect(clippy::wildcard_enum_match_arm, reason = "the driver's enum is open, and long")]
+fn weigh<DB: Backend>(error: &sqlx::Error) -> Weight {
+    match error {
+        sqlx::Error::Database(error) => {
+            error.code().map_or(Weight::Refused, |code| DB::weigh(&code))
+        }
+        sqlx::Error::Io(_)
+        | sqlx::Error::Tls(_)
+        | sqlx::Error::Protocol(_)
+        | sqlx::Error::WorkerCrashed => Weight::Lost,
+        sqlx::Error::PoolTimedOut | sqlx::Error::PoolClosed => Weight::Unreached,
+        // What `step` says when a row never stands still.
+        sqlx::Error::RowNotFound => Weight::Conflict,
+        _ => Weight::Refused,
+    }
+}
+
+/// The error of something that was certainly not done.
+fn not_done<DB: Backend>(operation: &'static str, error: sqlx::Error) -> StoreError {
+    let kind = match weigh::<DB>(&error) {
+        Weight::Conflict => StoreErrorKind::RolledBack,
+        Weight::Locked | Weight::Lost | Weight::Unreached => StoreErrorKind::Unavailable,
+        Weight::Constraint | Weight::Refused => StoreErrorKind::Backend,
+    };
+    StoreError::new(kind, DB::STORE, operation).with_source(error)
+}
+
+/// The error of something that may have been done.
+fn maybe_done<DB: Backend>(operation: &'static str, error: sqlx::Error) -> StoreError {
+    match weigh::<DB>(&error) {
+        Weight::Lost => {
+            StoreError::new(StoreErrorKind::OutcomeUnknown, DB::STORE, operation).with_source(error)
+        }
+        Weight::Conflict
+        | Weight::Locked
+        | Weight::Unreached
+        | Weight::Constraint
+        | Weight::Refused => not_done::<DB>(operation, error),
+    }
+}
+
+/// A task of ours ended without an answer: its runtime is going down, or it panicked.
+fn task_gone<DB: Backend>(operation: &'static str) -> StoreError {
+    StoreError::new(StoreErrorKind::OutcomeUnknown, DB::STORE, operation)
+}
+
+macro_rules! backend {
+    ($database:ty, $connection:ty, $name:literal, $texts:ident, $weigh:path) => {
+        impl $crate::store::sql::sealed::Sealed for $database {}
+
+        impl $crate::store::sql::Backend for $database {
+            const STORE: &'static str = $name;
+
+            fn look(
+                connection: &mut $connection,
+                key: $crate::scope::StorageKey,
+                lock: $crate::store::sql::Lock,
+            ) -> futures_util::future::BoxFuture<'_, sqlx::Result<$crate::store::sql::Found>> {
+                Box::pin(async move {
+                    let text = match lock {
+                        $crate::store::sql::Lock::None => $texts::LOOK,
+                        $crate::store::sql::Lock::Row => $texts::LOOK_AND_LOCK,
+                    };
+                    let row = sqlx::query(text)
+                        .bind(&key.as_bytes()[..])
+                        .fetch_one(connection)
+                        .await?;
+                    let record: Option<Vec<u8>> = sqlx::Row::try_get(&row, 1)?;
+                    let expires: Option<i64> = sqlx::Row::try_get(&row, 2)?;
+                    let now = sqlx::Row::try_get(&row, 0)?;
+                    Ok($crate::store::sql::Found { now, row: record.zip(expires) })
+                })
+            }
+
+            fn insert(
+                connection: &mut $connection,
+                row: $crate::store::sql::Row,
+            ) -> futures_util::future::BoxFuture<'_, sqlx::Result<u64>> {
+                Box::pin(async move {
+                    let done = sqlx::query(
+                        "INSERT INTO idempotency_records (storage_key, state, record, expires_at)
+                         VALUES ($1, $2, $3, $4) ON CONFLICT (storage_key) DO NOTHING",
+                    )
+                    .bind(&row.key.as_bytes()[..])
+                    .bind(row.state)
+                    .bind(&row.record[..])
+                    .bind(row.expires)
+                    .execute(connection)
+                    .await?;
+                    Ok(done.rows_affected())
+                })
+            }
+
+            fn update(
+                connection: &mut $connection,
+                row: $crate::store::sql::Row,
+            ) -> futures_util::future::BoxFuture<'_, sqlx::Result<u64>> {
+                Box::pin(async move {
+                    let done = sqlx::query(
+                        "UPDATE idempotency_records
+                            SET state = $2, record = $3, expires_at = COALESCE($4, expires_at)
+                          WHERE storage_key = $1",
+                    )
+                    .bind(&row.key.as_bytes()[..])
+                    .bind(row.state)
+                    .bind(&row.record[..])
+                    .bind(row.expires)
+                    .execute(connection)
+                    .await?;
+                    Ok(done.rows_affected())
+                })
+            }
+
+            fn run(
+                connection: &mut $connection,
+                sql: sqlx::SqlStr,
+            ) -> futures_util::future::BoxFuture<'_, sqlx::Result<()>> {
+                Box::pin(async move { sqlx::raw_sql(sql).execute(connection).await.map(drop) })
+            }
+
+            fn sweep(
+                connection: &mut $connection,
+                at_most: u32,
+            ) -> futures_util::future::BoxFuture<'_, sqlx::Result<u64>> {
+                Box::pin(async move {
+                    let done = sqlx::query($texts::SWEEP)
+                        .bind(i64::from(at_most))
+                        .execute(connection)
+                        .await?;
+                    Ok(done.rows_affected())
+                })
+            }
+
+            fn weigh(code: &str) -> $crate::store::sql::Weight {
+                $weigh(code)
+            }
+        }
+    };
+}
+pub(super) use backend;
+
+/// Implements `Store` by an inner field.
+macro_rules! store {
+    ($type:ty) => {
+        impl $crate::store::Store for $type {
+            fn name(&self) -> &'static str {
+                self.0.name()
+            }
+            fn claim<'a>(
+                &'a self,
+                key: $crate::scope::StorageKey,
+                claim: &'a $crate::record::Claim,
+            ) -> $crate::store::StoreFuture<'a, $crate::record::ClaimOutcome<$crate::store::Lease>>
+            {
+                Box::pin(self.0.claim(key, *claim))
+            }
+            fn renew<'a>(
+                &'a self,
+                lease: &'a $crate::store::Lease,
+                renewal: &'a $crate::record::Renewal,
+            ) -> $crate::store::StoreFuture<'a, $crate::record::RenewOutcome> {
+                Box::pin(self.0.renew(lease, renewal))
+            }
+            fn complete<'a>(
+                &'a self,
+                lease: &'a $crate::store::Lease,
+                completion: &'a $crate::record::Completion,
+            ) -> $crate::store::StoreFuture<'a, $crate::record::CompleteOutcome> {
+                Box::pin(self.0.complete(lease, completion))
+            }
+            fn release<'a>(
+                &'a self,
+                lease: &'a $crate::store::Lease,
+                release: &'a $crate::record::Release,
+            ) -> $crate::store::StoreFuture<'a, $crate::record::ReleaseOutcome> {
+                Box::pin(self.0.release(lease, release))
+            }
+            fn resolve<'a>(
+                &'a self,
+                key: $crate::scope::StorageKey,
+                resolution: &'a $crate::record::Resolution,
+            ) -> $crate::store::StoreFuture<'a, $crate::record::ResolveOutcome> {
+                Box::pin(self.0.resolve(key, resolution))
+            }
+            fn ready(&self) -> $crate::store::StoreFuture<'_, ()> {
+                Box::pin(self.0.ready())
+            }
+        }
+    };
+}
+pub(super) use store;

@@ -1,0 +1,311 @@
+//! The stores in PostgreSQL.
+
+use std::time::Duration;
+
+use sqlx::postgres::{PgConnection, PgPool, PgPoolOptions};
+use sqlx::{AssertSqlSafe, Postgres, SqlSafeStr as _, SqlStr};
+
+use super::lease::LeaseCore;
+use super::transactional::{Core, SAVEPOINT, Texts};
+use super::{Weight, backend, not_done, store};
+use crate::error::StoreError;
+
+/// The table, for a migration of one's own. [`PostgresStore::migrate`] runs it; it may run again.
+///
+/// The table is found by the connection's `search_path`.
+pub const SCHEMA: &str = "\
+CREATE TABLE IF NOT EXISTS idempotency_records (
+    storage_key bytea PRIMARY KEY CHECK (octet_length(storage_key) = 24),
+    -- 1 in flight, 2 open, 3 outcome unknown, 4 completed: for people, the record says it too
+    state smallint NOT NULL CHECK (state BETWEEN 1 AND 4),
+    -- milliseconds since 1970; a row past it counts as absent
+    expires_at bigint NOT NULL CHECK (expires_at > 0),
+    record bytea NOT NULL CHECK (octet_length(record) > 0),
+    CHECK (get_byte(record, 0) <> 1 OR (octet_length(record) >= 84 AND get_byte(record, 1) = state))
+);
+CREATE INDEX IF NOT EXISTS idempotency_records_expires_at ON idempotency_records (expires_at);
+";
+
+const LOOK: &str = "
+    SELECT floor(extract(epoch FROM clock_timestamp()) * 1000)::bigint, k.record, k.expires_at
+      FROM (SELECT 1) AS one
+      LEFT JOIN idempotency_records AS k ON k.storage_key = $1";
+
+/// The clock is read when the lock is there, however long that took.
+const LOOK_AND_LOCK: &str = "
+    SELECT floor(extract(epoch FROM clock_timestamp()) * 1000)::bigint, k.record, k.expires_at
+      FROM (SELECT 1) AS one
+      LEFT JOIN LATERAL (SELECT record, expires_at FROM idempotency_records
+                          WHERE storage_key = $1 FOR UPDATE) AS k ON TRUE";
+
+const SWEEP: &str = "
+    DELETE FROM idempotency_records WHERE storage_key IN (
+        SELECT storage_key FROM idempotency_records
+         WHERE expires_at <= floor(extract(epoch FROM clock_timestamp()) * 1000)::bigint
+         ORDER BY expires_at LIMIT $1 FOR UPDATE SKIP LOCKED)";
+
+struct Sql;
+
+impl Sql {
+    const LOOK: &str = LOOK;
+    const LOOK_AND_LOCK: &str = LOOK_AND_LOCK;
+    const SWEEP: &str = SWEEP;
+}
+
+/// Two processes that make the table at the same moment would both try: one after the other.
+const MIGRATION_LOCK: &str = "SELECT pg_advisory_xact_lock(7262958203417365)";
+
+/// How long a claim waits for a twin in another process before it is "in flight". Short: it holds a
+/// connection meanwhile, and whoever waits longer waits in this process, without one.
+const CLAIM_LOCK: Duration = Duration::from_millis(100);
+/// How long a statement of the handler waits for a lock. Longer than any other short transaction
+/// lasts, shorter than a client's patience.
+const HANDLER_LOCK: Duration = Duration::from_secs(5);
+/// How long the handler may leave its transaction alone. A paused server gives the key back after
+/// this; a handler that calls outside for longer should not do so within a transaction.
+const IDLE: Duration = Duration::from_secs(30);
+/// How long one statement may take.
+const STATEMENT: Duration = Duration::from_secs(30);
+
+/// How far the handler's transaction is kept apart from others.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+#[non_exhaustive]
+pub enum Isolation {
+    /// PostgreSQL's own default.
+    #[default]
+    ReadCommitted,
+    /// One snapshot for the whole transaction.
+    RepeatableRead,
+    /// As if one transaction ran after the other. Conflicts run the whole unit again.
+    Serializable,
+}
+
+/// A transactional store in PostgreSQL: key, the handler's writes and the stored response commit
+/// together or not at all.
+///
+/// # The pool
+/// A request takes one connection, for the claim, the handler and the answer. One connection of the
+/// pool is kept out of that (of a pool of one: none), for finding out what became of a COMMIT, for
+/// replays, and for handlers that use the pool beside their [`Tx`](super::Tx). Twins take none.
+///
+/// # Limits
+/// Within the transaction: `lock_timeout` 5 s, `idle_in_transaction_session_timeout` 30 s,
+/// `statement_timeout` 30 s; [`PostgresStore::builder`] sets others.
+#[derive(Clone, Debug)]
+pub struct PostgresStore(Core<Postgres>);
+
+/// A lease store in PostgreSQL, for handlers whose effects are elsewhere: the record is committed
+/// before the handler starts, and outlives a crash of the server.
+#[derive(Clone, Debug)]
+pub struct PostgresLeaseStore(LeaseCore<Postgres>);
+
+/// Sets the limits of a [`PostgresStore`].
+#[derive(Clone, Debug)]
+#[must_use]
+pub struct PostgresStoreBuilder {
+    pool: PgPool,
+    isolation: Isolation,
+    lock_timeout: Duration,
+    idle_timeout: Duration,
+    statement_timeout: Duration,
+}
+
+backend!(Postgres, PgConnection, "postgres", Sql, weigh);
+store!(PostgresStore);
+store!(PostgresLeaseStore);
+
+/// By SQLSTATE (PostgreSQL, appendix A).
+fn weigh(code: &str) -> Weight {
+    match code {
+        // serialization_failure, deadlock_detected
+        "40001" | "40P01" => Weight::Conflict,
+        // lock_not_available
+        "55P03" => Weight::Locked,
+        // too_many_connections, cannot_connect_now
+        "53300" | "57P03" => Weight::Unreached,
+        // admin_shutdown, crash_shutdown: perhaps after the COMMIT was done
+        "57P01" | "57P02" => Weight::Lost,
+        code if code.starts_with("08") => Weight::Lost,
+        code if code.starts_with("23") => Weight::Constraint,
+        _ => Weight::Refused,
+    }
+}
+
+impl PostgresStore {
+    /// Connects, with a pool of ten.
+    ///
+    /// # Errors
+    /// [`StoreError`] if the URL is not one, or the server cannot be reached.
+    pub async fn connect(url: &str) -> Result<Self, StoreError> {
+        Ok(Self::from_pool(connect(url).await?))
+    }
+
+    /// On a pool that is there.
+    #[must_use]
+    pub fn from_pool(pool: PgPool) -> Self {
+        Self::builder(pool).build()
+    }
+
+    /// On a pool that is there, with other limits.
+    pub fn builder(pool: PgPool) -> PostgresStoreBuilder {
+        PostgresStoreBuilder {
+            pool,
+            isolation: Isolation::default(),
+            lock_timeout: HANDLER_LOCK,
+            idle_timeout: IDLE,
+            statement_timeout: STATEMENT,
+        }
+    }
+
+    /// Makes the table if it is not there.
+    ///
+    /// # Errors
+    /// [`StoreError`] with the server's reason.
+    pub async fn migrate(&self) -> Result<(), StoreError> {
+        migrate(self.pool()).await
+    }
+
+    /// The pool.
+    #[must_use]
+    pub fn pool(&self) -> &PgPool {
+        self.0.pool()
+    }
+
+    /// Removes up to `at_most` records whose retention is over, except those that somebody uses:
+    /// any number of servers may do it at the same time. Nothing depends on it but the disk.
+    ///
+    /// # Errors
+    /// [`StoreError`] with the server's reason.
+    pub async fn sweep(&self, at_most: u32) -> Result<u64, StoreError> {
+        self.0.lease().sweep(at_most).await
+    }
+}
+
+impl PostgresStoreBuilder {
+    /// How far the handler's transaction is kept apart from others.
+    pub fn isolation(mut self, isolation: Isolation) -> Self {
+        self.isolation = isolation;
+        self
+    }
+
+    /// How long a statement of the handler waits for a lock.
+    pub fn lock_timeout(mut self, limit: Duration) -> Self {
+        self.lock_timeout = limit;
+        self
+    }
+
+    /// How long the handler may leave its transaction alone; then the database ends it.
+    pub fn idle_timeout(mut self, limit: Duration) -> Self {
+        self.idle_timeout = limit;
+        self
+    }
+
+    /// How long one statement may take.
+    pub fn statement_timeout(mut self, limit: Duration) -> Self {
+        self.statement_timeout = limit;
+        self
+    }
+
+    /// Makes the store.
+    #[must_use]
+    pub fn build(self) -> PostgresStore {
+        let Self { pool, isolation, lock_timeout, idle_timeout, statement_timeout } = self;
+        let level = match isolation {
+            Isolation::ReadCommitted => "READ COMMITTED",
+            Isolation::RepeatableRead => "REPEATABLE READ",
+            Isolation::Serializable => "SERIALIZABLE",
+        };
+        let begin = begin(level, idle_timeout, statement_timeout);
+        let claimed = format!("SET LOCAL lock_timeout = {}; {SAVEPOINT}", ms(lock_timeout));
+        let claimed = AssertSqlSafe(claimed).into_sql_str();
+        let turns = pool.options().get_max_connections().saturating_sub(1).max(1) as usize;
+        let lease = lease(pool.clone());
+        let texts = Texts { begin, claimed };
+        PostgresStore(Core::new(pool, turns, texts, lease))
+    }
+}
+
+impl PostgresLeaseStore {
+    /// Connects, with a pool of ten.
+    ///
+    /// # Errors
+    /// [`StoreError`] if the URL is not one, or the server cannot be reached.
+    pub async fn connect(url: &str) -> Result<Self, StoreError> {
+        Ok(Self::from_pool(connect(url).await?))
+    }
+
+    /// On a pool that is there.
+    #[must_use]
+    pub fn from_pool(pool: PgPool) -> Self {
+        Self(lease(pool))
+    }
+
+    /// Makes the table if it is not there.
+    ///
+    /// # Errors
+    /// [`StoreError`] with the server's reason.
+    pub async fn migrate(&self) -> Result<(), StoreError> {
+        migrate(self.pool()).await
+    }
+
+    /// The pool.
+    #[must_use]
+    pub fn pool(&self) -> &PgPool {
+        self.0.pool()
+    }
+
+    /// Removes up to `at_most` records whose retention is over, except those that somebody uses.
+    ///
+    /// # Errors
+    /// [`StoreError`] with the server's reason.
+    pub async fn sweep(&self, at_most: u32) -> Result<u64, StoreError> {
+        self.0.sweep(at_most).await
+    }
+}
+
+fn lease(pool: PgPool) -> LeaseCore<Postgres> {
+    LeaseCore::new(pool, begin("READ COMMITTED", IDLE, STATEMENT))
+}
+
+/// One round trip: BEGIN, and the limits of the transaction.
+fn begin(level: &str, idle: Duration, statement: Duration) -> SqlStr {
+    let text = format!(
+        "BEGIN ISOLATION LEVEL {level} READ WRITE; \
+         SET LOCAL lock_timeout = {}; \
+         SET LOCAL idle_in_transaction_session_timeout = {}; \
+         SET LOCAL statement_timeout = {}",
+        ms(CLAIM_LOCK),
+        ms(idle),
+        ms(statement),
+    );
+    AssertSqlSafe(text).into_sql_str()
+}
+
+/// PostgreSQL's limits are 32 bits of milliseconds, and zero would mean none.
+fn ms(limit: Duration) -> i32 {
+    i32::try_from(limit.as_millis()).unwrap_or(i32::MAX).max(1)
+}
+
+/// How long a start waits for the server.
+const CONNECT_WITHIN: Duration = Duration::from_secs(5);
+/// Ten requests at a time: a good start for a small service, and a tenth of a server's default.
+const CONNECTIONS: u32 = 10;
+
+async fn connect(url: &str) -> Result<PgPool, StoreError> {
+    PgPoolOptions::new()
+        .max_connections(CONNECTIONS)
+        .acquire_timeout(CONNECT_WITHIN)
+        .connect(url)
+        .await
+        .map_err(|error| not_done::<Postgres>("connect", error))
+}
+
+async fn migrate(pool: &PgPool) -> Result<(), StoreError> {
+    let made = async {
+        let mut transaction = pool.begin().await?;
+        sqlx::raw_sql(MIGRATION_LOCK).execute(&mut *transaction).await?;
+        sqlx::raw_sql(SCHEMA).execute(&mut *transaction).await?;
+        transaction.commit().await
+    };
+    made.await.map_err(|error| not_done::<Postgres>("migrate", error))
+}

@@ -1,0 +1,214 @@
+//! The stores in SQLite.
+
+use std::path::Path;
+use std::time::Duration;
+
+use sqlx::sqlite::{
+    SqliteConnectOptions, SqliteConnection, SqliteJournalMode, SqlitePool, SqlitePoolOptions,
+    SqliteSynchronous,
+};
+use sqlx::{SqlSafeStr as _, Sqlite};
+
+use super::lease::LeaseCore;
+use super::transactional::{Core, SAVEPOINT, Texts};
+use super::{Weight, backend, not_done, store};
+use crate::error::{StoreError, StoreErrorKind};
+
+/// The table, for a migration of one's own. [`SqliteStore::migrate`] runs it; it may run again.
+pub const SCHEMA: &str = "\
+CREATE TABLE IF NOT EXISTS idempotency_records (
+    storage_key BLOB NOT NULL PRIMARY KEY CHECK (typeof(storage_key) = 'blob' AND length(storage_key) = 24),
+    -- 1 in flight, 2 open, 3 outcome unknown, 4 completed: for people, the record says it too
+    state INTEGER NOT NULL CHECK (state BETWEEN 1 AND 4),
+    -- milliseconds since 1970; a row past it counts as absent
+    expires_at INTEGER NOT NULL CHECK (expires_at > 0),
+    record BLOB NOT NULL CHECK (typeof(record) = 'blob' AND length(record) > 0),
+    CHECK (substr(record, 1, 1) <> x'01'
+           OR (length(record) >= 84 AND hex(substr(record, 2, 1)) = printf('%02X', state)))
+) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS idempotency_records_expires_at ON idempotency_records (expires_at);
+";
+
+struct Sql;
+
+impl Sql {
+    const LOOK: &str = "
+        SELECT CAST(strftime('%s', 'now') AS INTEGER) * 1000
+                 + CAST(substr(strftime('%f', 'now'), 4) AS INTEGER),
+               k.record, k.expires_at
+          FROM (SELECT 1) AS one
+          LEFT JOIN idempotency_records AS k ON k.storage_key = $1";
+    /// The whole database is locked already.
+    const LOOK_AND_LOCK: &str = Self::LOOK;
+    const SWEEP: &str = "
+        DELETE FROM idempotency_records WHERE storage_key IN (
+            SELECT storage_key FROM idempotency_records
+             WHERE expires_at <= CAST(strftime('%s', 'now') AS INTEGER) * 1000
+                                   + CAST(substr(strftime('%f', 'now'), 4) AS INTEGER)
+             ORDER BY expires_at LIMIT $1)";
+}
+
+/// A transaction that reads first and then writes is refused at once, whatever the busy time-out; one
+/// that begins by taking the lock waits for it.
+const BEGIN: &str = "BEGIN IMMEDIATE";
+
+/// How long a transaction waits for those of other processes. Within this process they queue.
+const BUSY: Duration = Duration::from_secs(5);
+/// One writes, the others read.
+const CONNECTIONS: u32 = 5;
+
+/// A transactional store in an SQLite file: key, the handler's writes and the stored response commit
+/// together or not at all.
+///
+/// SQLite has **one writer at a time**: from its claim to its answer a request has the file for itself,
+/// whatever its key, and others queue. So handlers should be short. Replays do not queue.
+///
+/// # Durability
+/// The file is opened in WAL mode with `synchronous = FULL`: a commit survives a power cut.
+#[derive(Clone, Debug)]
+pub struct SqliteStore(Core<Sqlite>);
+
+/// A lease store in an SQLite file, for handlers whose effects are elsewhere: the record is committed
+/// before the handler starts, and outlives a crash of the process. Handlers run side by side.
+#[derive(Clone, Debug)]
+pub struct SqliteLeaseStore(LeaseCore<Sqlite>);
+
+backend!(Sqlite, SqliteConnection, "sqlite", Sql, weigh);
+store!(SqliteStore);
+store!(SqliteLeaseStore);
+
+/// By the primary code, which is the low byte (<https://www.sqlite.org/rescode.html>).
+fn weigh(code: &str) -> Weight {
+    match code.parse::<u32>().map(|code| code & 0xff) {
+        // SQLITE_BUSY, SQLITE_LOCKED: there is one lock for all keys, so this says nothing of ours.
+        Ok(5 | 6) => Weight::Unreached,
+        // SQLITE_CONSTRAINT
+        Ok(19) => Weight::Constraint,
+        _ => Weight::Refused,
+    }
+}
+
+impl SqliteStore {
+    /// Opens the file, and makes it if there is none.
+    ///
+    /// # Errors
+    /// [`StoreError`] if it cannot be opened.
+    pub async fn open(path: impl AsRef<Path>) -> Result<Self, StoreError> {
+        Ok(Self::new(open(path.as_ref()).await?))
+    }
+
+    /// On a pool that is there.
+    ///
+    /// # Errors
+    /// [`StoreError`] if the pool's connections are not set to survive a power cut: `synchronous` must
+    /// be `FULL` (or `EXTRA`), which is the default.
+    pub async fn from_pool(pool: SqlitePool) -> Result<Self, StoreError> {
+        durable(&pool).await?;
+        Ok(Self::new(pool))
+    }
+
+    fn new(pool: SqlitePool) -> Self {
+        let lease = LeaseCore::new(pool.clone(), BEGIN.into_sql_str());
+        let texts = Texts { begin: BEGIN.into_sql_str(), claimed: SAVEPOINT.into_sql_str() };
+        Self(Core::new(pool, 1, texts, lease))
+    }
+
+    /// Makes the table if it is not there.
+    ///
+    /// # Errors
+    /// [`StoreError`] with the database's reason.
+    pub async fn migrate(&self) -> Result<(), StoreError> {
+        migrate(self.pool()).await
+    }
+
+    /// The pool.
+    #[must_use]
+    pub fn pool(&self) -> &SqlitePool {
+        self.0.pool()
+    }
+
+    /// Removes up to `at_most` records whose retention is over. Nothing depends on it but the disk.
+    ///
+    /// # Errors
+    /// [`StoreError`] with the database's reason.
+    pub async fn sweep(&self, at_most: u32) -> Result<u64, StoreError> {
+        self.0.lease().sweep(at_most).await
+    }
+}
+
+impl SqliteLeaseStore {
+    /// Opens the file, and makes it if there is none.
+    ///
+    /// # Errors
+    /// [`StoreError`] if it cannot be opened.
+    pub async fn open(path: impl AsRef<Path>) -> Result<Self, StoreError> {
+        Ok(Self(LeaseCore::new(open(path.as_ref()).await?, BEGIN.into_sql_str())))
+    }
+
+    /// On a pool that is there.
+    ///
+    /// # Errors
+    /// As [`SqliteStore::from_pool`].
+    pub async fn from_pool(pool: SqlitePool) -> Result<Self, StoreError> {
+        durable(&pool).await?;
+        Ok(Self(LeaseCore::new(pool, BEGIN.into_sql_str())))
+    }
+
+    /// Makes the table if it is not there.
+    ///
+    /// # Errors
+    /// [`StoreError`] with the database's reason.
+    pub async fn migrate(&self) -> Result<(), StoreError> {
+        migrate(self.pool()).await
+    }
+
+    /// The pool.
+    #[must_use]
+    pub fn pool(&self) -> &SqlitePool {
+        self.0.pool()
+    }
+
+    /// Removes up to `at_most` records whose retention is over. Nothing depends on it but the disk.
+    ///
+    /// # Errors
+    /// [`StoreError`] with the database's reason.
+    pub async fn sweep(&self, at_most: u32) -> Result<u64, StoreError> {
+        self.0.sweep(at_most).await
+    }
+}
+
+async fn open(path: &Path) -> Result<SqlitePool, StoreError> {
+    let options = SqliteConnectOptions::new()
+        .filename(path)
+        .create_if_missing(true)
+        .journal_mode(SqliteJournalMode::Wal)
+        .synchronous(SqliteSynchronous::Full)
+        .busy_timeout(BUSY);
+    SqlitePoolOptions::new()
+        .max_connections(CONNECTIONS)
+        .connect_with(options)
+        .await
+        .map_err(|error| not_done::<Sqlite>("open", error))
+}
+
+async fn durable(pool: &SqlitePool) -> Result<(), StoreError> {
+    let level: i64 = sqlx::query_scalar("PRAGMA synchronous")
+        .fetch_one(pool)
+        .await
+        .map_err(|error| not_done::<Sqlite>("open", error))?;
+    // 2 is FULL, 3 is EXTRA.
+    if level < 2 {
+        let why = "synchronous is below FULL: a power cut would lose commits";
+        return Err(StoreError::new(StoreErrorKind::Backend, "sqlite", "open").with_source(why));
+    }
+    Ok(())
+}
+
+async fn migrate(pool: &SqlitePool) -> Result<(), StoreError> {
+    let made = async {
+        let mut transaction = pool.begin_with(BEGIN).await?;
+        sqlx::raw_sql(SCHEMA).execute(&mut *transaction).await?;
+        transaction.commit().await
+    };
+    made.await.map_err(|error| not_done::<Sqlite>("migrate", error))
+}

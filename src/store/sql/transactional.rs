@@ -1,0 +1,472 @@
+//! One transaction for key, effect and answer. The same for both databases.
+
+use std::fmt;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use sqlx::{Pool, SqlStr, Transaction};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
+
+use super::desk::{Desk, Seat};
+use super::lease::LeaseCore;
+use super::tx::{Open, Unit};
+use super::{Backend, Lock, Weight, maybe_done, not_done, step, task_gone, weigh};
+use crate::error::{StoreError, StoreErrorKind};
+use crate::record::{
+    self, Change, Claim, ClaimOutcome, CompleteOutcome, Completion, Effects, OnExpired, Owner,
+    Release, ReleaseOutcome, RenewOutcome, Renewal, Resolution, ResolveOutcome, Step, Writes,
+};
+use crate::scope::StorageKey;
+use crate::store::Lease;
+use crate::token::HolderId;
+
+/// The part of a transactional store that knows no particular database.
+pub(super) struct Core<DB: Backend>(Arc<Shared<DB>>);
+
+struct Shared<DB: Backend> {
+    pool: Pool<DB>,
+    texts: Texts,
+    desk: Arc<Desk>,
+    /// The right to have a transaction open.
+    turns: Arc<Semaphore>,
+    lease: LeaseCore<DB>,
+}
+
+/// What is said around the handler's own statements.
+#[derive(Clone, Debug)]
+pub(super) struct Texts {
+    pub(super) begin: SqlStr,
+    /// After the claim: sets the handler's limits, and the savepoint.
+    pub(super) claimed: SqlStr,
+}
+
+/// Where the claim ends and the handler's writes begin.
+pub(super) const SAVEPOINT: &str = "SAVEPOINT idempotency_claim";
+const UNDO: &str = "ROLLBACK TO SAVEPOINT idempotency_claim";
+
+/// How long a claim waits for its turn and for a connection. Its caller asks for seconds at most;
+/// whoever waits longer finds nobody.
+const TURN_WITHIN: Duration = Duration::from_secs(10);
+
+/// A run with an open transaction: what the lease carries.
+struct Running<DB: Backend> {
+    unit: Arc<Unit<DB>>,
+    /// The end that is under way, or was reached.
+    ending: Mutex<Option<watch::Receiver<Option<Ended>>>>,
+}
+
+/// How a run ended.
+#[derive(Clone, Debug)]
+enum Ended {
+    Told(CompleteOutcome),
+    /// Everything is undone, and the whole unit may run again.
+    Again,
+    /// COMMIT was sent and nothing came back.
+    Unknown,
+}
+
+/// How a run is to end.
+#[derive(Clone, Debug)]
+enum End {
+    Complete(Completion),
+    RollBack,
+}
+
+impl<DB: Backend> Clone for Core<DB> {
+    fn clone(&self) -> Self {
+        Self(Arc::clone(&self.0))
+    }
+}
+
+impl<DB: Backend> Core<DB> {
+    pub(super) fn new(pool: Pool<DB>, turns: usize, texts: Texts, lease: LeaseCore<DB>) -> Self {
+        let turns = Arc::new(Semaphore::new(turns));
+        Self(Arc::new(Shared { pool, texts, desk: Arc::default(), turns, lease }))
+    }
+
+    pub(super) fn name(&self) -> &'static str {
+        DB::STORE
+    }
+
+    pub(super) fn pool(&self) -> &Pool<DB> {
+        &self.0.pool
+    }
+
+    pub(super) fn lease(&self) -> &LeaseCore<DB> {
+        &self.0.lease
+    }
+
+    pub(super) async fn claim(
+        &self,
+        key: StorageKey,
+        claim: Claim,
+    ) -> Result<ClaimOutcome<Lease>, StoreError> {
+        let core = self.clone();
+        let work = move |seat| async move { core.open(key, claim, seat).await };
+        self.0.desk.claim(key, claim, work).await
+    }
+
+    /// Makes a claim. Runs in a task that nobody drops: a BEGIN that is dropped on its way leaves an
+    /// open transaction in the pool.
+    async fn open(
+        self,
+        key: StorageKey,
+        claim: Claim,
+        seat: Seat,
+    ) -> Result<ClaimOutcome<Lease>, StoreError> {
+        let failed = |error| not_done::<DB>("claim", error);
+        let mut looked = false;
+        let turn = match Arc::clone(&self.0.turns).try_acquire_owned() {
+            Ok(turn) => turn,
+            Err(_) => {
+                // An answer that stands already needs no turn.
+                let mut connection = self.0.pool.acquire().await.map_err(failed)?;
+                if let Some(outcome) = stands::<DB>(&mut connection, key, &claim).await? {
+                    return Ok(outcome);
+                }
+                drop(connection);
+                looked = true;
+                self.turn().await?
+            }
+        };
+        let mut connection = self.0.pool.acquire().await.map_err(failed)?;
+        if !looked && let Some(outcome) = stands::<DB>(&mut connection, key, &claim).await? {
+            return Ok(outcome);
+        }
+        let begin = self.0.texts.begin.clone();
+        let transaction = match Transaction::begin(connection, Some(begin)).await {
+            Ok(transaction) => transaction,
+            Err(error) => return Self::refused(error),
+        };
+        self.take(key, claim, Open::new(transaction, seat, turn)).await
+    }
+
+    async fn turn(&self) -> Result<OwnedSemaphorePermit, StoreError> {
+        let turn = Arc::clone(&self.0.turns).acquire_owned();
+        match tokio::time::timeout(TURN_WITHIN, turn).await {
+            Ok(Ok(turn)) => Ok(turn),
+            Ok(Err(_)) | Err(_) => {
+                Err(StoreError::new(StoreErrorKind::Unavailable, DB::STORE, "claim"))
+            }
+        }
+    }
+
+    /// Claims the key in an open transaction.
+    async fn take(
+        &self,
+        key: StorageKey,
+        claim: Claim,
+        mut open: Open<DB>,
+    ) -> Result<ClaimOutcome<Lease>, StoreError> {
+        let claimed = async {
+            let connection = open.connection()?;
+            let verb = |current, now| record::claim(current, now, &claim);
+            let outcome = step::<DB, _>(connection, key, &verb).await?;
+            if let ClaimOutcome::Acquired(_) = &outcome {
+                DB::run(connection, self.0.texts.claimed.clone()).await?;
+            }
+            Ok::<_, sqlx::Error>(outcome)
+        };
+        let grant = match claimed.await {
+            Ok(ClaimOutcome::Acquired(grant)) => grant,
+            Ok(outcome @ ClaimOutcome::Indeterminate(_)) => {
+                // The record says so from now on.
+                open.commit().await.map_err(|error| maybe_done::<DB>("claim", error))?;
+                return Ok(outcome.map(|_| unreachable!("an outcome without a grant")));
+            }
+            Ok(outcome) => {
+                open.rollback().await;
+                return Ok(outcome.map(|_| unreachable!("an outcome without a grant")));
+            }
+            Err(error) => {
+                open.rollback().await;
+                return Self::refused(error);
+            }
+        };
+        let unit = Arc::new(Unit::new(open));
+        let running = Running { unit: Arc::clone(&unit), ending: Mutex::default() };
+        let mut lease = Lease::new(key, &claim, grant).repeatable();
+        lease.attachments_mut().insert(unit);
+        lease.attachments_mut().insert(Arc::new(running));
+        Ok(ClaimOutcome::Acquired(lease))
+    }
+
+    fn refused(error: sqlx::Error) -> Result<ClaimOutcome<Lease>, StoreError> {
+        match weigh::<DB>(&error) {
+            Weight::Locked => Ok(ClaimOutcome::InFlight { remaining: Duration::ZERO }),
+            Weight::Conflict
+            | Weight::Lost
+            | Weight::Unreached
+            | Weight::Constraint
+            | Weight::Refused => Err(not_done::<DB>("claim", error)),
+        }
+    }
+
+    /// There is nothing to renew: the open transaction is the lease.
+    pub(super) async fn renew(
+        &self,
+        lease: &Lease,
+        _: &Renewal,
+    ) -> Result<RenewOutcome, StoreError> {
+        Ok(match running::<DB>(lease) {
+            Some(_) => RenewOutcome::Renewed,
+            None => RenewOutcome::Lost,
+        })
+    }
+
+    pub(super) async fn complete(
+        &self,
+        lease: &Lease,
+        completion: &Completion,
+    ) -> Result<CompleteOutcome, StoreError> {
+        let Some(running) = running::<DB>(lease) else {
+            // A claim that was never confirmed: no transaction, and nothing that was written.
+            self.0.desk.abandon(lease.key(), lease.owner().holder);
+            return Ok(CompleteOutcome::Lost);
+        };
+        self.end(running, lease, End::Complete(completion.clone()), "complete").await
+    }
+
+    pub(super) async fn release(
+        &self,
+        lease: &Lease,
+        _: &Release,
+    ) -> Result<ReleaseOutcome, StoreError> {
+        let Some(running) = running::<DB>(lease) else {
+            self.0.desk.abandon(lease.key(), lease.owner().holder);
+            return Ok(ReleaseOutcome::RolledBack);
+        };
+        let ended = self.end(running, lease, End::RollBack, "release").await?;
+        Ok(match ended {
+            CompleteOutcome::RolledBack => ReleaseOutcome::RolledBack,
+            CompleteOutcome::Stored
+            | CompleteOutcome::Healed
+            | CompleteOutcome::Restored
+            | CompleteOutcome::Superseded(_)
+            | CompleteOutcome::Mismatch
+            | CompleteOutcome::Lost
+            | CompleteOutcome::Unreadable => ReleaseOutcome::NotHeld,
+        })
+    }
+
+    pub(super) async fn resolve(
+        &self,
+        key: StorageKey,
+        resolution: &Resolution,
+    ) -> Result<ResolveOutcome, StoreError> {
+        self.0.lease.resolve(key, resolution).await
+    }
+
+    pub(super) async fn ready(&self) -> Result<(), StoreError> {
+        self.0.lease.ready().await
+    }
+
+    /// Ends a run, or waits for the end that is under way.
+    async fn end(
+        &self,
+        running: &Arc<Running<DB>>,
+        lease: &Lease,
+        end: End,
+        operation: &'static str,
+    ) -> Result<CompleteOutcome, StoreError> {
+        let mut ended = {
+            let mut ending = running.ending.lock().unwrap_or_else(PoisonError::into_inner);
+            match &*ending {
+                Some(ended) if !matches!(*ended.borrow(), Some(Ended::Unknown)) => ended.clone(),
+                earlier => {
+                    let ended = self.settle(running, lease, end, earlier.is_none());
+                    *ending = Some(ended.clone());
+                    ended
+                }
+            }
+        };
+        let told = ended.wait_for(Option::is_some).await.map(|ended| ended.clone());
+        match told.ok().flatten() {
+            Some(Ended::Told(outcome)) => Ok(outcome),
+            Some(Ended::Again) => {
+                Err(StoreError::new(StoreErrorKind::RolledBack, DB::STORE, operation))
+            }
+            Some(Ended::Unknown) | None => Err(task_gone::<DB>(operation)),
+        }
+    }
+
+    /// Ends a run in a task that nobody drops: a COMMIT is sent once and waited for.
+    fn settle(
+        &self,
+        running: &Arc<Running<DB>>,
+        lease: &Lease,
+        end: End,
+        first: bool,
+    ) -> watch::Receiver<Option<Ended>> {
+        let (tell, told) = watch::channel(None);
+        let (core, unit) = (self.clone(), Arc::clone(&running.unit));
+        let (key, owner) = (lease.key(), *lease.owner());
+        tokio::spawn(async move {
+            let mut ended = match first {
+                true => core.finish(&unit, key, &owner, &end).await,
+                false => Ended::Unknown,
+            };
+            if let (Ended::Unknown, End::Complete(completion)) = (&ended, &end) {
+                ended = core.find_out(key, &owner, completion).await;
+            }
+            tell.send_replace(Some(ended));
+        });
+        told
+    }
+
+    async fn finish(&self, unit: &Unit<DB>, key: StorageKey, owner: &Owner, end: &End) -> Ended {
+        let undone = Ended::Told(CompleteOutcome::RolledBack);
+        let held = unit.close();
+        let failure = unit.failure();
+        let Some(mut open) = held else {
+            tracing::error!(
+                key = %key.log_id(),
+                "the transaction was still held when the handler had answered: everything is rolled back"
+            );
+            return undone;
+        };
+        if let Some(failure) = &failure
+            && matches!(failure.weight, Weight::Conflict | Weight::Lost)
+        {
+            tracing::debug!(key = %key.log_id(), code = failure.code, "the unit has to run again");
+            open.rollback().await;
+            return Ended::Again;
+        }
+        let completion = match end {
+            End::Complete(completion) if completion.writes != Writes::RollBack => completion,
+            End::Complete(_) | End::RollBack => {
+                open.rollback().await;
+                return undone;
+            }
+        };
+        if let (Writes::Keep, Some(failure)) = (completion.writes, &failure) {
+            tracing::error!(
+                key = %key.log_id(), code = failure.code,
+                "a statement failed and the handler answered as if it had not: everything is rolled back"
+            );
+            open.rollback().await;
+            return undone;
+        }
+        match store(&mut open, key, owner, completion).await {
+            Ok(CompleteOutcome::Stored) => {}
+            Ok(outcome) => {
+                tracing::error!(key = %key.log_id(), ?outcome, "the claim has vanished from its transaction");
+                open.rollback().await;
+                return undone;
+            }
+            Err(error) => {
+                open.rollback().await;
+                return self.undone_by(key, &error);
+            }
+        }
+        match open.commit().await {
+            Ok(()) => Ended::Told(CompleteOutcome::Stored),
+            Err(error) => match weigh::<DB>(&error) {
+                Weight::Lost => {
+                    tracing::warn!(key = %key.log_id(), %error, "COMMIT was not answered");
+                    Ended::Unknown
+                }
+                // A deferred constraint: who runs again may find that the other one was there first.
+                Weight::Constraint => Ended::Again,
+                Weight::Conflict | Weight::Locked | Weight::Unreached | Weight::Refused => {
+                    self.undone_by(key, &error)
+                }
+            },
+        }
+    }
+
+    /// What an error before COMMIT, or in answer to it, comes to: nothing was done.
+    fn undone_by(&self, key: StorageKey, error: &sqlx::Error) -> Ended {
+        match weigh::<DB>(error) {
+            Weight::Conflict | Weight::Lost | Weight::Locked => Ended::Again,
+            Weight::Unreached | Weight::Constraint | Weight::Refused => {
+                tracing::error!(key = %key.log_id(), %error, "everything is rolled back");
+                Ended::Told(CompleteOutcome::RolledBack)
+            }
+        }
+    }
+
+    /// COMMIT was sent and not answered: claims again, on another connection. The row is the witness:
+    /// it is there, or the claim gets the key, or it waits for a COMMIT that is still going on.
+    async fn find_out(&self, key: StorageKey, owner: &Owner, completion: &Completion) -> Ended {
+        let probe = Claim {
+            holder: HolderId::random(),
+            fingerprints: owner.fingerprints,
+            terms: completion.terms,
+            on_expired: OnExpired::Refuse,
+            effects: Effects::Anywhere,
+        };
+        let found = async {
+            let mut transaction = self.0.pool.begin_with(self.0.texts.begin.clone()).await?;
+            let verb = |current, now| record::claim(current, now, &probe);
+            let outcome = step::<DB, _>(&mut transaction, key, &verb).await;
+            transaction.rollback().await?;
+            outcome
+        };
+        match found.await {
+            Ok(ClaimOutcome::Completed(response)) if response == completion.response => {
+                Ended::Told(CompleteOutcome::Stored)
+            }
+            Ok(ClaimOutcome::Completed(response)) => {
+                Ended::Told(CompleteOutcome::Superseded(response))
+            }
+            Ok(ClaimOutcome::Acquired(_)) => Ended::Again,
+            Ok(ClaimOutcome::Mismatch) => Ended::Told(CompleteOutcome::Mismatch),
+            Ok(ClaimOutcome::InFlight { .. } | ClaimOutcome::Indeterminate(_)) => {
+                Ended::Told(CompleteOutcome::Lost)
+            }
+            Ok(ClaimOutcome::Unreadable) => Ended::Told(CompleteOutcome::Unreadable),
+            Err(error) => {
+                tracing::debug!(key = %key.log_id(), %error, "it is not known yet whether a COMMIT was done");
+                Ended::Unknown
+            }
+        }
+    }
+}
+
+/// Stores the response in the open transaction, with the handler's writes or without.
+async fn store<DB: Backend>(
+    open: &mut Open<DB>,
+    key: StorageKey,
+    owner: &Owner,
+    completion: &Completion,
+) -> sqlx::Result<CompleteOutcome> {
+    let connection = open.connection()?;
+    if completion.writes == Writes::Undo {
+        DB::run(connection, sqlx::SqlSafeStr::into_sql_str(UNDO)).await?;
+    }
+    let verb = |current, now| record::complete(current, now, owner, completion);
+    step::<DB, _>(connection, key, &verb).await
+}
+
+/// What is known of a key without claiming it, if that is an answer.
+async fn stands<DB: Backend>(
+    connection: &mut DB::Connection,
+    key: StorageKey,
+    claim: &Claim,
+) -> Result<Option<ClaimOutcome<Lease>>, StoreError> {
+    let found = DB::look(connection, key, Lock::None).await;
+    let (current, now) = found.map_err(|error| not_done::<DB>("claim", error))?.current();
+    let Step { change, outcome } = record::claim(current, now, claim);
+    Ok((change == Change::Keep).then(|| outcome.map(|_| unreachable!("a grant without a change"))))
+}
+
+fn running<DB: Backend>(lease: &Lease) -> Option<&Arc<Running<DB>>> {
+    lease.attachments().get::<Arc<Running<DB>>>()
+}
+
+impl<DB: Backend> fmt::Debug for Core<DB> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Core")
+            .field("database", &DB::STORE)
+            .field("desk", &self.0.desk)
+            .field("turns", &self.0.turns.available_permits())
+            .finish_non_exhaustive()
+    }
+}
+
+impl<DB: Backend> fmt::Debug for Running<DB> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Running").field("ending", &self.ending).finish_non_exhaustive()
+    }
+}
