@@ -59,6 +59,7 @@ pub(crate) fn refusal(kind: &RejectionKind) -> &'static str {
         RejectionKind::StoreUnavailable => "store_unavailable",
         RejectionKind::RecordUnreadable => "record_unreadable",
         RejectionKind::ScopeMissing => "scope_missing",
+        RejectionKind::ReplayForbidden => "replay_forbidden",
         RejectionKind::TooManyWaiting => "too_many_waiting",
         RejectionKind::TooManyInFlight => "too_many_in_flight",
     }
@@ -85,6 +86,14 @@ pub(super) fn describe() {
         "Questions to a reconcile hook, by what it found"
     );
     metrics::describe_counter!("idempotency.store.retries", "Calls that were sent again");
+    metrics::describe_counter!(
+        "idempotency.shadow.requests",
+        "Requests in shadow mode by what would have become of them"
+    );
+    metrics::describe_counter!(
+        "idempotency.shadow.waits",
+        "Requests in shadow mode that would have waited for a running twin"
+    );
     metrics::describe_histogram!(
         "idempotency.store.duration",
         metrics::Unit::Seconds,
@@ -126,6 +135,31 @@ pub(crate) fn refused(kind: &RejectionKind, key: Option<StorageKey>) {
 /// True if somebody has to find out what happened.
 pub(crate) fn is_unknown(kind: &RejectionKind) -> bool {
     matches!(kind, RejectionKind::OutcomeUnknown | RejectionKind::HandlerFailed)
+}
+
+/// Counts what would have become of a request in shadow mode.
+pub(super) fn shadow_seen(seen: Seen) {
+    shadow(seen.name());
+}
+
+/// Counts a refusal that shadow mode did not make.
+pub(crate) fn shadowed(kind: &RejectionKind) {
+    shadow(refusal(kind));
+}
+
+/// Counts a request that shadow mode cannot judge: the length of its body is not known.
+pub(crate) fn shadow_unjudged() {
+    shadow("unjudged");
+}
+
+fn shadow(outcome: &'static str) {
+    metrics::counter!("idempotency.shadow.requests", "outcome" => outcome).increment(1);
+    tracing::debug!(outcome, "what would have become of a request in shadow mode");
+}
+
+/// Counts a request that would have waited for its running twin.
+pub(super) fn shadow_waits() {
+    metrics::counter!("idempotency.shadow.waits").increment(1);
 }
 
 /// Counts a request that the layer let pass untouched although it looked at it.
