@@ -10,6 +10,7 @@
 //! | [transactions] | key, effect and answer in one transaction of PostgreSQL or SQLite |
 //! | [operations] | running it: which numbers should wake someone up |
 //! | [openapi] | what to add to an OpenAPI document, with the fragment to merge |
+//! | [rollout] | how to bring the layer into an API that is in use, and who may see a replay |
 //! | [requests] | where keys come from, and when two requests are the same |
 //! | [redis](mod@redis) | what Redis must be like |
 //! | [architecture] | the house: floors, invariants, where to change what |
@@ -36,6 +37,8 @@ pub mod problems {}
 pub mod redis {}
 #[doc = include_str!("requests.md")]
 pub mod requests {}
+#[doc = include_str!("rollout.md")]
+pub mod rollout {}
 #[doc = include_str!("states.md")]
 pub mod states {}
 #[cfg_attr(
