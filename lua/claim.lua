@@ -9,16 +9,19 @@
   ARGV[3]  lease         (milliseconds)
   ARGV[4]  kept for      (milliseconds: the lease, and the retention of an unknown outcome)
   ARGV[5]  on expired    (1 refuse, 2 reexecute)
+  ARGV[6]  effects       (1 anywhere, 2 marked by checkpoints)
   Returns  1 acquired, attempt, fence, created (milliseconds), takeover (0 or 1), checkpoint
          | 2 in flight, remaining (milliseconds)
          | 3 completed, response
          | 4 mismatch
-         | 5 indeterminate, holder, attempt, fence
+         | 5 indeterminate, holder, attempt, fence, checkpoint
          | 6 unreadable
 ]]
 local time = redis.call('TIME')
 local key, holder, prints = KEYS[1], ARGV[1], ARGV[2]
 local lease, kept_for, reexecute = tonumber(ARGV[3]), ARGV[4], ARGV[5] == '2'
+-- The first two bytes of a new attempt: in flight, or in flight and untouched.
+local begun = ARGV[6] == '2' and '\1\5' or '\1\1'
 
 local sub, pack = string.sub, struct.pack
 local MAX_48, MAX_32 = 281474976710655, 4294967295
@@ -27,7 +30,7 @@ local term = pack('>I6I4', math.min(now + lease, MAX_48), math.min(lease, MAX_32
 
 local record = redis.call('GET', key)
 if not record then
-  redis.call('SET', key, '\1\1' .. sub(prints, 1, 36) .. holder
+  redis.call('SET', key, begun .. sub(prints, 1, 36) .. holder
     .. pack('>I4I6I6', 1, now, now) .. term .. '\0\0\0\0', 'PX', kept_for)
   return {1, 1, now, now, 0, ''}
 end
@@ -36,7 +39,7 @@ local version, state = string.byte(record, 1, 2)
 if version ~= 1 or #record < 84 then return {6} end
 local attempt, fence, created, at, granted, noted = struct.unpack('>I4I6I6I6I4I4', record, 55)
 local answer = #record - 84 - noted
-if state < 1 or state > 4 or answer < 0 or (answer > 0) ~= (state == 4) then return {6} end
+if state < 1 or state > 5 or answer < 0 or (answer > 0) ~= (state == 4) then return {6} end
 
 if state ~= 2 then
   local recipe, same = sub(record, 3, 6), nil
@@ -54,30 +57,33 @@ if state == 4 then return {3, sub(record, 85 + noted)} end
 
 local owner = sub(record, 39, 54)
 local takeover = 0
-if state == 1 then
+if state == 1 or state == 5 then
   if owner == holder then
-    redis.call('SET', key, '\1\1' .. sub(record, 3, 70) .. term .. sub(record, 81), 'PX', kept_for)
+    redis.call('SET', key, sub(record, 1, 70) .. term .. sub(record, 81), 'PX', kept_for)
     -- The first reply may have been lost, and it may have said takeover.
     return {1, attempt, fence, created, attempt > 1 and 1 or 0, sub(record, 85)}
   end
   -- A deadline more than two leases away was written before the clock went back.
   if now < at and at - now <= granted * 2 then return {2, at - now} end
-  if not reexecute then
+  -- One that died untouched leaves its key as free as if it had said so.
+  if state == 1 and not reexecute then
     redis.call('SET', key, '\1\3' .. sub(record, 3, 70) .. pack('>I6I4', now, 0) .. sub(record, 81),
       'KEEPTTL')
-    return {5, owner, attempt, fence}
+    return {5, owner, attempt, fence, sub(record, 85)}
   end
-  takeover = 1
+  takeover = state == 1 and 1 or 0
 elseif state == 2 then
   -- A claim that arrives after its own sender gave the key up has nobody behind it.
   if owner == holder then return {2, 0} end
 else
-  if not reexecute then return {5, owner, attempt, fence} end
+  if not reexecute then return {5, owner, attempt, fence, sub(record, 85)} end
   takeover = 1
 end
 
 attempt = math.min(attempt + 1, MAX_32)
 fence = math.min(math.max(fence + 1, now), MAX_48)
-redis.call('SET', key, '\1\1' .. sub(prints, 1, 36) .. holder .. pack('>I4I6', attempt, fence)
+-- What an earlier attempt may have done is not undone by one that has not begun.
+if takeover == 1 then begun = '\1\1' end
+redis.call('SET', key, begun .. sub(prints, 1, 36) .. holder .. pack('>I4I6', attempt, fence)
   .. sub(record, 65, 70) .. term .. sub(record, 81), 'PX', kept_for)
 return {1, attempt, fence, created, takeover, sub(record, 85)}

@@ -36,7 +36,7 @@ local version, state = string.byte(record, 1, 2)
 if version ~= 1 or #record < 84 then return {7} end
 local noted = struct.unpack('>I4', record, 81)
 local answer = #record - 84 - noted
-if state < 1 or state > 4 or answer < 0 or (answer > 0) ~= (state == 4) then return {7} end
+if state < 1 or state > 5 or answer < 0 or (answer > 0) ~= (state == 4) then return {7} end
 
 local mine = sub(record, 39, 54) == sub(owner, 1, 16)
 if state == 4 then

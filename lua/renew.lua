@@ -33,9 +33,11 @@ end
 local version, state = string.byte(record, 1, 2)
 if version ~= 1 or #record < 84 then return {4} end
 local answer = #record - 84 - struct.unpack('>I4', record, 81)
-if state < 1 or state > 4 or answer < 0 or (answer > 0) ~= (state == 4) then return {4} end
+if state < 1 or state > 5 or answer < 0 or (answer > 0) ~= (state == 4) then return {4} end
 
-if state ~= 1 or sub(record, 39, 54) ~= sub(owner, 1, 16) then return {3} end
-redis.call('SET', key, '\1\1' .. sub(record, 3, 70) .. term .. (note or sub(record, 81)),
+if (state ~= 1 and state ~= 5) or sub(record, 39, 54) ~= sub(owner, 1, 16) then return {3} end
+-- What follows a checkpoint may be the effect.
+if note then state = 1 end
+redis.call('SET', key, '\1' .. string.char(state) .. sub(record, 3, 70) .. term .. (note or sub(record, 81)),
   'PX', kept_for)
 return {1}

@@ -27,13 +27,13 @@ local version, state = string.byte(record, 1, 2)
 if version ~= 1 or #record < 84 then return {3} end
 local at, granted, noted = struct.unpack('>I6I4I4', record, 71)
 local answer = #record - 84 - noted
-if state < 1 or state > 4 or answer < 0 or (answer > 0) ~= (state == 4) then return {3} end
+if state < 1 or state > 5 or answer < 0 or (answer > 0) ~= (state == 4) then return {3} end
 
 if struct.unpack('>I4', record, 55) ~= judged then return {2} end
 local owner = sub(record, 39, 54)
 -- An ended lease is unknown too, only that nobody has claimed the key since. A deadline more than
 -- two leases away was written before the clock went back.
-local unknown = state == 3 or (state == 1 and (now >= at or at - now > granted * 2))
+local unknown = state == 3 or ((state == 1 or state == 5) and (now >= at or at - now > granted * 2))
 
 if unknown and owner == holder then
   local kept = sub(record, 3, 38) .. NOBODY .. sub(record, 55, 70)

@@ -161,12 +161,42 @@ impl StdError for StoreError {
     }
 }
 
+/// A checkpoint was not made, or cannot be read.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum CheckpointError {
+    /// Somebody else holds the key, or its outcome is settled. The handler must stop.
+    #[error("the lease is lost: another attempt holds the key, or it is settled")]
+    LeaseLost,
+    /// The store did not confirm it in time. It may have been made all the same.
+    #[error("the checkpoint is not confirmed")]
+    Unconfirmed(#[source] StoreError),
+    /// It is too long to be kept in a record.
+    #[error("a checkpoint of {length} bytes; at most {max} are kept")]
+    TooLarge {
+        /// How long it is.
+        length: usize,
+        /// How long it may be.
+        max: usize,
+    },
+    /// The state cannot be written as JSON.
+    #[error("the state of a checkpoint cannot be written")]
+    Encode(#[source] serde_json::Error),
+    /// What is there is no such state.
+    #[error("a checkpoint holds something else")]
+    Decode(#[source] serde_json::Error),
+    /// It was written by a later release.
+    #[error("a checkpoint of an unknown version")]
+    Version,
+}
+
 /// Why the layer answered a request itself. Stands in the extensions of every such response, so that
 /// a layer outside can count or log it. Carries no status code: that is the edge's decision.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct Rejection {
     kind: RejectionKind,
     retry_after: Option<Duration>,
+    reference: Option<String>,
 }
 
 /// Why a request was refused.
@@ -188,6 +218,9 @@ pub enum RejectionKind {
     /// The handler failed in this very request, and the store undid everything that it wrote: the
     /// key is free, and the same request may be sent again.
     RolledBack,
+    /// The handler panicked in this very request, before it did anything: its effects are
+    /// [marked](crate::Effects::Marked), and none was.
+    HandlerFailedUntouched,
     /// The operation is done, and its answer was not kept.
     ResultUnavailable {
         /// The status of the original answer.
@@ -218,7 +251,7 @@ impl Rejection {
     /// A refusal of this kind.
     #[must_use]
     pub fn new(kind: RejectionKind) -> Self {
-        Self { kind, retry_after: None }
+        Self { kind, retry_after: None, reference: None }
     }
 
     /// Adds when it makes sense to ask again.
@@ -226,6 +259,20 @@ impl Rejection {
     pub fn with_retry_after(mut self, retry_after: Duration) -> Self {
         self.retry_after = Some(retry_after);
         self
+    }
+
+    /// Adds what an operator finds the record by.
+    #[must_use]
+    pub fn with_reference(mut self, reference: String) -> Self {
+        self.reference = Some(reference);
+        self
+    }
+
+    /// What an operator finds the record by: the short name of its storage key, as in logs. There is
+    /// one where the outcome is unknown.
+    #[must_use]
+    pub fn reference(&self) -> Option<&str> {
+        self.reference.as_deref()
     }
 
     /// Why.

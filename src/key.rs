@@ -13,7 +13,8 @@ use http::HeaderValue;
 /// A key that a client chose to name one intended operation, as it stands after unquoting.
 ///
 /// It is 1 to 255 bytes of printable ASCII and compared byte for byte (`ABC` and `abc` are two keys).
-/// `Debug` never shows it: keys may hold personal data although clients are told not to do that.
+/// `Debug` never shows it, and there is no `Display`: keys may hold personal data although clients are
+/// told not to do that. Its text is [`as_str`](Self::as_str).
 ///
 /// # Clone
 /// Clones share one allocation.

@@ -5,6 +5,7 @@
 )]
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
+mod checkpoint;
 #[cfg(feature = "client")]
 pub mod client;
 mod config;
@@ -14,6 +15,7 @@ mod fingerprint;
 pub mod guide;
 mod key;
 pub mod middleware;
+mod mistakes;
 pub mod record;
 mod response;
 mod scope;
@@ -21,14 +23,18 @@ pub mod store;
 mod token;
 
 pub use config::{
-    Config, ConfigBuilder, EXPOSED_HEADERS, ErrorFlavour, IDEMPOTENCY_KEY, IDEMPOTENCY_STATUS,
-    IDEMPOTENT_REPLAYED, MissingKey, Recovery, STRIPE_SHOULD_RETRY, StoreDown, StoredBodies,
+    Config, ConfigBuilder, EXPOSED_HEADERS, ErrorFlavour, Found, IDEMPOTENCY_KEY,
+    IDEMPOTENCY_STATUS, IDEMPOTENT_REPLAYED, Interrupted, MissingKey, Reconciler, Recovery,
+    STRIPE_SHOULD_RETRY, StoreDown, StoredBodies,
 };
 pub use engine::{Drained, Engine, Execution, WaitLimits};
-pub use error::{ConfigError, Rejection, RejectionKind, StoreError, StoreErrorKind};
+pub use error::{
+    CheckpointError, ConfigError, Rejection, RejectionKind, StoreError, StoreErrorKind,
+};
 pub use fingerprint::{Comparison, Fingerprint, Fingerprints, QueryOrder, Recipe, RecipeId};
 pub use key::{IdempotencyKey, KeyError, KeySyntax};
 pub use middleware::{Idempotency, IdempotencyLayer, Outcome, Replayed};
+pub use record::Effects;
 pub use response::{CodecError, HeaderRules, StoredBody, StoredResponse};
 pub use scope::{DownstreamSeed, Identity, Scope, StorageKey};
 #[cfg(feature = "redis")]

@@ -31,6 +31,11 @@ impl Identity {
         Self(parts.into_iter().map(Into::into).collect())
     }
 
+    /// Its parts, as the scope made them; with [`Scope::per_endpoint`] method and path come last.
+    pub fn parts(&self) -> impl Iterator<Item = &str> {
+        self.0.iter().map(|part| &**part)
+    }
+
     /// True if there is no part with anything in it: such an identity is no identity.
     #[must_use]
     pub fn is_empty(&self) -> bool {
@@ -75,6 +80,18 @@ impl From<&str> for Identity {
         Self(vec![part.into()])
     }
 }
+
+macro_rules! identity_from_number {
+    ($($number:ty),+) => {$(
+        impl From<$number> for Identity {
+            fn from(number: $number) -> Self {
+                Self::from(number.to_string())
+            }
+        }
+    )+};
+}
+
+identity_from_number!(u32, u64, u128, i32, i64);
 
 impl<A: Into<Box<str>>, B: Into<Box<str>>> From<(A, B)> for Identity {
     fn from((first, second): (A, B)) -> Self {

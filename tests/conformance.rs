@@ -6,10 +6,11 @@ mod support;
 
 use std::sync::Arc;
 
+use support::postgres::PostgresServer;
 use support::redis::RedisServer;
 use tower_idempotency::store::redis::deadpool_redis::{Manager, Pool, Runtime};
 use tower_idempotency::store::{Faulty, conformance};
-use tower_idempotency::{MemoryStore, RedisStore, Store};
+use tower_idempotency::{MemoryStore, PostgresLeaseStore, RedisStore, SqliteLeaseStore, Store};
 
 #[tokio::test]
 async fn the_memory_store_keeps_its_promises() {
@@ -51,4 +52,20 @@ async fn the_redis_store_keeps_its_promises_over_a_pool() {
             .unwrap();
         conformance::run_all(&RedisStore::from_pool(pool)).await;
     }
+}
+
+#[tokio::test]
+async fn the_postgres_lease_store_keeps_its_promises() {
+    let (_server, url) = PostgresServer::shared();
+    let store = PostgresLeaseStore::connect(&url).await.unwrap();
+    store.migrate().await.unwrap();
+    conformance::run_all(&store).await;
+}
+
+#[tokio::test]
+async fn the_sqlite_lease_store_keeps_its_promises() {
+    let folder = tempfile::tempdir().unwrap();
+    let store = SqliteLeaseStore::open(folder.path().join("test.db")).await.unwrap();
+    store.migrate().await.unwrap();
+    conformance::run_all(&store).await;
 }

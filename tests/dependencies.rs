@@ -38,7 +38,6 @@ const ONE_VERSION: &[&str] = &[
     "redis",
     "serde",
     "serde_json",
-    "sha2",
     "sqlx",
     "sqlx-core",
     "thiserror",

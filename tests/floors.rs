@@ -3,7 +3,7 @@
 //!
 //! | floor | |
 //! |---|---|
-//! | 0 | words: `key scope fingerprint token response error` |
+//! | 0 | words: `key scope fingerprint token response checkpoint error`, and `mistakes` |
 //! | 1 | rules: `record`, and `config`, which may use `record` |
 //! | 2 | the contract: `store`, `store/conformance` |
 //! | 3 | stores: `store/{memory,redis,sql,faulty}`, which never see each other |
@@ -24,9 +24,11 @@ use std::path::Path;
 
 /// Floors of what stands directly in `src`.
 const TOP: &[(&str, u8)] = &[
+    ("checkpoint", 0),
     ("error", 0),
     ("fingerprint", 0),
     ("key", 0),
+    ("mistakes", 0),
     ("response", 0),
     ("scope", 0),
     ("token", 0),

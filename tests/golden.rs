@@ -15,7 +15,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use http::{HeaderName, HeaderValue, Response};
-use tower_idempotency::record::{HEADER_LENGTH, Millis, Record, State, Unreadable};
+use tower_idempotency::record::{HEADER_LENGTH, Millis, Progress, Record, State, Unreadable};
 use tower_idempotency::{
     Attempt, Fence, Fingerprint, HeaderRules, HolderId, RecipeId, StoredBody, StoredResponse,
 };
@@ -149,14 +149,19 @@ fn opaque() -> StoredResponse {
 }
 
 fn records() -> Vec<(&'static str, Record)> {
-    let in_flight =
-        || State::InFlight { until: Millis(AT.0 + 30_000), lease: Duration::from_secs(30) };
+    let running = |progress| State::InFlight {
+        until: Millis(AT.0 + 30_000),
+        lease: Duration::from_secs(30),
+        progress,
+    };
+    let in_flight = || running(Progress::MayHaveActed);
     let completed =
         |response: StoredResponse| State::Completed { at: AT, response: response.encode() };
     let mut settled = record(completed(created()), b"");
     settled.holder = HolderId::NOBODY;
     vec![
         ("record-v1-in-flight.hex", record(in_flight(), b"")),
+        ("record-v1-in-flight-untouched.hex", record(running(Progress::Untouched), b"")),
         ("record-v1-in-flight-checkpoint.hex", record(in_flight(), b"charge ch_1 sent")),
         ("record-v1-open.hex", record(State::Open { since: AT }, b"")),
         ("record-v1-indeterminate.hex", record(State::Indeterminate { since: AT }, b"ch_1")),

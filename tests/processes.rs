@@ -194,6 +194,41 @@ async fn at_least_once_a_second_attempt_finds_the_charge_of_the_first() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn reconciling_finds_the_charge_of_a_dead_server_and_answers_as_attempt_two() {
+    let mut pair = Pair::start(&["--lease", "1", "--wait", "0", "--recovery", "reconcile"]);
+    kill_while_running(&mut pair, "killed", "tok_charge_then_slow_1500").await;
+    let retry = || Call::pay("killed", "tok_charge_then_slow_1500");
+    is(&pair.two.send(retry()).await, 409, "idempotency_key_in_use");
+    tokio::time::sleep(Duration::from_millis(1100)).await;
+    let began = Instant::now();
+    let answer = pair.two.send(retry()).await;
+    assert_eq!(answer.status, 201, "{answer:?}");
+    assert!(began.elapsed() < Duration::from_millis(1000), "found, not made again");
+    assert_eq!(answer.json()["attempt"], 2);
+    assert!(answer.header("location").unwrap().ends_with(&answer.id()));
+    assert!(!answer.is_replay(), "nobody was given it before");
+    let replay = pair.two.send(retry()).await;
+    assert!(replay.is_replay());
+    assert_eq!(replay.body, answer.body);
+    assert_eq!(pair.two.charges().await, 1);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn reconciling_runs_again_what_died_before_its_charge() {
+    let mut pair = Pair::start(&["--lease", "0.5", "--wait", "2", "--recovery", "reconcile"]);
+    let address = pair.one.address;
+    let call = Call::pay("crashed", "tok_crash_before");
+    let first = Connection::open(address).await.unwrap().send(call).await;
+    assert!(first.is_err(), "the process is gone");
+    pair.one.ended();
+    // It waits for the end of the lease, asks, and runs: all in one request.
+    let answer = pair.two.send(Call::pay("crashed", "tok_crash_before")).await;
+    assert_eq!(answer.status, 201, "{answer:?}");
+    assert_eq!(answer.json()["attempt"], 2);
+    assert_eq!(pair.two.charges().await, 1);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_server_paused_past_its_lease_heals_the_record_when_it_wakes() {
     let pair = Pair::start(&["--lease", "0.5", "--wait", "0"]);
     let address = pair.one.address;

@@ -1,27 +1,34 @@
-//! What really happened, as the card processor saw it: one table in SQLite, one row per effect.
+//! What really happened, as the card processor saw it: one table, one row per effect.
 //!
 //! Nothing in it is unique by idempotency key, on purpose: if a payment were ever made twice, both
-//! would stand here. A payment is a charge and the refunds and voids that name it. Every write is
-//! **one statement**, so a future dropped at any point leaves no transaction half open, and
-//! several processes can share the file.
+//! would stand here. A payment is a charge and the refunds and voids that name it.
+//!
+//! With a Redis or memory store the ledger is a file of its own, another system than the store, as a
+//! card network is. With an SQL store it is in the store's own database, and what a request writes
+//! commits together with its answer. This file reads; `books.rs` writes.
 
 use std::path::Path;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use serde::Serialize;
-use sqlx::Row as _;
+use sqlx::postgres::PgPool;
 use sqlx::sqlite::{
-    SqliteConnectOptions, SqliteJournalMode, SqlitePool, SqlitePoolOptions, SqliteRow,
-    SqliteSynchronous,
+    SqliteConnectOptions, SqliteJournalMode, SqlitePool, SqlitePoolOptions, SqliteSynchronous,
 };
+use tower_idempotency::store::sql::sqlx;
 
 /// The ledger of the processor. Clones share it.
 #[derive(Clone, Debug)]
 pub(crate) struct Ledger {
-    /// SQLite has one writer at a time; within this process writers queue here and not at the file.
-    writer: SqlitePool,
-    reader: SqlitePool,
-    deduplicate: Deduplicate,
+    pub(crate) database: Database,
+    pub(crate) deduplicate: Deduplicate,
+}
+
+/// Where it is.
+#[derive(Clone, Debug)]
+pub(crate) enum Database {
+    Sqlite(SqlitePool),
+    Postgres(PgPool),
 }
 
 /// Does the processor refuse to do one provider key twice?
@@ -57,14 +64,14 @@ pub(crate) struct Payment {
     pub(crate) id: String,
     object: &'static str,
     account: String,
-    amount: u32,
+    pub(crate) amount: u32,
     currency: String,
-    status: &'static str,
+    pub(crate) status: &'static str,
     source: String,
     /// Unix seconds.
     created: i64,
     /// The attempt that answered.
-    attempt: u32,
+    pub(crate) attempt: u32,
     #[serde(skip_serializing_if = "Option::is_none")]
     description: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -88,11 +95,25 @@ pub(crate) struct Refund {
     object: &'static str,
     payment: String,
     account: String,
-    amount: u32,
+    pub(crate) amount: u32,
     currency: String,
-    status: &'static str,
+    pub(crate) status: &'static str,
     created: i64,
-    attempt: u32,
+    pub(crate) attempt: u32,
+}
+
+/// What was done under a provider key.
+#[derive(Debug)]
+pub(crate) enum Done {
+    /// A charge, or the void of one.
+    Payment(Payment),
+    Refund(Refund),
+}
+
+impl Payment {
+    pub(crate) fn source(&self) -> &str {
+        &self.source
+    }
 }
 
 /// One effect, for tests that count.
@@ -111,9 +132,27 @@ pub(crate) struct Entry {
 #[derive(Debug)]
 pub(crate) struct LedgerError(sqlx::Error);
 
-type Result<T> = std::result::Result<T, LedgerError>;
+pub(crate) type Result<T> = std::result::Result<T, LedgerError>;
 
-const SCHEMA: &str = "
+/// A row of the view `payments`.
+pub(crate) type PaymentRow =
+    (String, String, i64, String, String, i64, i64, Option<String>, i64, bool);
+/// A row of the table that is a refund.
+pub(crate) type RefundRow = (String, String, String, i64, String, i64, i64);
+
+macro_rules! payment_columns {
+    () => {
+        "payment, account, amount, currency, source, at, answered, description, refunded, voided"
+    };
+}
+macro_rules! refund_columns {
+    () => {
+        "refund, payment, account, amount, currency, at, answered"
+    };
+}
+pub(crate) use {payment_columns, refund_columns};
+
+const SQLITE: &str = "
     CREATE TABLE IF NOT EXISTS ledger (
         seq INTEGER PRIMARY KEY AUTOINCREMENT,
         at INTEGER NOT NULL,
@@ -143,11 +182,51 @@ const SCHEMA: &str = "
           FROM ledger charge WHERE charge.action = 'charge';
 ";
 
+const POSTGRES: &str = "
+    SELECT pg_advisory_xact_lock(4711);
+    CREATE TABLE IF NOT EXISTS ledger (
+        seq BIGINT GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+        at BIGINT NOT NULL,
+        action TEXT NOT NULL CHECK (action IN ('charge', 'refund', 'void')),
+        account TEXT NOT NULL,
+        key_id TEXT NOT NULL,
+        provider_key TEXT,
+        attempt BIGINT NOT NULL,
+        answered BIGINT NOT NULL,
+        payment TEXT NOT NULL,
+        refund TEXT,
+        amount BIGINT NOT NULL,
+        currency TEXT NOT NULL,
+        source TEXT,
+        description TEXT
+    );
+    CREATE INDEX IF NOT EXISTS ledger_by_payment ON ledger (payment, action);
+    CREATE INDEX IF NOT EXISTS ledger_by_account ON ledger (account, action, seq);
+    CREATE INDEX IF NOT EXISTS ledger_by_provider_key ON ledger (provider_key);
+    CREATE OR REPLACE VIEW payments AS
+        SELECT charge.*,
+               (SELECT CAST(COALESCE(SUM(r.amount), 0) AS BIGINT) FROM ledger r
+                 WHERE r.payment = charge.payment AND r.action = 'refund') AS refunded,
+               EXISTS (SELECT 1 FROM ledger v
+                        WHERE v.payment = charge.payment AND v.action = 'void') AS voided
+          FROM ledger charge WHERE charge.action = 'charge';
+";
+
 /// How long a write waits for the writers of other processes.
 const BUSY: Duration = Duration::from_secs(5);
 
+/// Runs one expression on whichever database it is.
+macro_rules! read {
+    ($ledger:expr, |$pool:ident| $query:expr) => {
+        match &$ledger.database {
+            Database::Sqlite($pool) => $query.await?,
+            Database::Postgres($pool) => $query.await?,
+        }
+    };
+}
+
 impl Ledger {
-    /// Opens the file, and makes it if there is none.
+    /// Opens a file of its own, and makes it if there is none.
     pub(crate) async fn open(path: &Path, deduplicate: Deduplicate) -> Result<Self> {
         let options = SqliteConnectOptions::new()
             .filename(path)
@@ -156,236 +235,170 @@ impl Ledger {
             // Survives the death of any process. A real ledger would survive a power cut: Full.
             .synchronous(SqliteSynchronous::Normal)
             .busy_timeout(BUSY);
-        let pool = |connections| {
-            SqlitePoolOptions::new().max_connections(connections).acquire_timeout(2 * BUSY)
-        };
         let mut tries = 0;
-        let writer = loop {
+        let pool = loop {
             // Several processes may make the file at the same time; SQLite lets one do it.
-            match pool(1).connect_with(options.clone()).await.map_err(LedgerError) {
+            let pool = SqlitePoolOptions::new().max_connections(5).acquire_timeout(2 * BUSY);
+            match pool.connect_with(options.clone()).await.map_err(LedgerError) {
                 Err(error) if error.untouched() && tries < 20 => tries += 1,
                 opened => break opened?,
             }
             tokio::time::sleep(Duration::from_millis(100)).await;
         };
-        sqlx::raw_sql(SCHEMA).execute(&writer).await?;
-        let reader = pool(4).connect_with(options).await?;
-        Ok(Self { writer, reader, deduplicate })
+        Self::on(Database::Sqlite(pool), deduplicate).await
     }
 
-    /// Closes the file.
-    pub(crate) async fn close(&self) {
-        self.reader.close().await;
-        self.writer.close().await;
-    }
-
-    /// Charges; or, where the processor deduplicates, finds what an earlier attempt charged.
-    pub(crate) async fn charge(&self, cause: &Cause, new: &NewPayment) -> Result<Payment> {
-        let id = new_id("pay");
-        let charged = sqlx::query(
-            "INSERT INTO ledger (at, action, account, key_id, provider_key, attempt, answered,
-                                 payment, amount, currency, source, description)
-             SELECT ?1, 'charge', ?2, ?3, ?4, ?5, ?5, ?6, ?7, ?8, ?9, ?10
-              WHERE NOT (?11 AND EXISTS (SELECT 1 FROM ledger WHERE provider_key = ?4))",
-        )
-        .bind(now_ms())
-        .bind(&cause.account)
-        .bind(&cause.key_id)
-        .bind(&cause.provider_key)
-        .bind(cause.attempt)
-        .bind(&id)
-        .bind(new.amount)
-        .bind(&new.currency)
-        .bind(&new.source)
-        .bind(&new.description)
-        .bind(self.deduplicate == Deduplicate::Yes)
-        .execute(&self.writer)
-        .await?;
-        let row = if charged.rows_affected() == 1 {
-            self.payment_row(&cause.account, &id).await?
-        } else {
-            self.answer_again(cause, "SELECT * FROM payments WHERE provider_key = ?1").await?
-        };
-        payment(&row.ok_or(sqlx::Error::RowNotFound)?)
-    }
-
-    /// Refunds `amount`, or all that is left. `None`: there is no such payment, or less is left.
-    pub(crate) async fn refund(
-        &self,
-        cause: &Cause,
-        id: &str,
-        amount: Option<u32>,
-    ) -> Result<Option<Refund>> {
-        let refunded = sqlx::query(
-            "INSERT INTO ledger (at, action, account, key_id, provider_key, attempt, answered,
-                                 payment, refund, amount, currency)
-             SELECT ?1, 'refund', account, ?3, ?4, ?5, ?5,
-                    payment, ?7, COALESCE(?8, amount - refunded), currency
-               FROM payments
-              WHERE payment = ?6 AND account = ?2 AND NOT voided
-                AND COALESCE(?8, amount - refunded) BETWEEN 1 AND amount - refunded
-                AND NOT (?9 AND EXISTS (SELECT 1 FROM ledger WHERE provider_key = ?4))
-             RETURNING *",
-        )
-        .bind(now_ms())
-        .bind(&cause.account)
-        .bind(&cause.key_id)
-        .bind(&cause.provider_key)
-        .bind(cause.attempt)
-        .bind(id)
-        .bind(new_id("re"))
-        .bind(amount)
-        .bind(self.deduplicate == Deduplicate::Yes)
-        .fetch_all(&self.writer)
-        .await?;
-        let row = match refunded.into_iter().next() {
-            Some(row) => Some(row),
-            None => {
-                let earlier = "SELECT * FROM ledger WHERE provider_key = ?1 AND action = 'refund'";
-                self.answer_again(cause, earlier).await?
+    /// In a database that is open already.
+    pub(crate) async fn on(database: Database, deduplicate: Deduplicate) -> Result<Self> {
+        match &database {
+            Database::Sqlite(pool) => sqlx::raw_sql(SQLITE).execute(pool).await.map(drop)?,
+            Database::Postgres(pool) => {
+                let mut transaction = pool.begin().await?;
+                sqlx::raw_sql(POSTGRES).execute(&mut *transaction).await?;
+                transaction.commit().await?;
             }
-        };
-        row.as_ref().map(refund).transpose()
-    }
-
-    /// Voids a payment of which nothing was refunded. `None`: there is none that can be voided.
-    pub(crate) async fn void(&self, cause: &Cause, id: &str) -> Result<Option<Payment>> {
-        let voided = sqlx::query(
-            "INSERT INTO ledger (at, action, account, key_id, provider_key, attempt, answered,
-                                 payment, amount, currency)
-             SELECT ?1, 'void', account, ?3, ?4, ?5, ?5, payment, amount, currency
-               FROM payments
-              WHERE payment = ?6 AND account = ?2 AND NOT voided AND refunded = 0",
-        )
-        .bind(now_ms())
-        .bind(&cause.account)
-        .bind(&cause.key_id)
-        .bind(&cause.provider_key)
-        .bind(cause.attempt)
-        .bind(id)
-        .execute(&self.writer)
-        .await?;
-        let row = if voided.rows_affected() == 1 {
-            self.payment_row(&cause.account, id).await?
-        } else {
-            let earlier = "SELECT payments.* FROM payments JOIN ledger void USING (payment)
-                            WHERE void.provider_key = ?1 AND void.action = 'void'";
-            self.answer_again(cause, earlier).await?
-        };
-        row.as_ref().map(payment).transpose()
-    }
-
-    /// What an earlier attempt did under the same provider key, now answered by this attempt.
-    async fn answer_again(
-        &self,
-        cause: &Cause,
-        earlier: &'static str,
-    ) -> Result<Option<SqliteRow>> {
-        if self.deduplicate == Deduplicate::No || cause.provider_key.is_none() {
-            return Ok(None);
         }
-        sqlx::query("UPDATE ledger SET answered = ?2 WHERE provider_key = ?1")
-            .bind(&cause.provider_key)
-            .bind(cause.attempt)
-            .execute(&self.writer)
-            .await?;
-        let row = sqlx::query(earlier).bind(&cause.provider_key).fetch_optional(&self.writer);
-        Ok(row.await?)
+        Ok(Self { database, deduplicate })
     }
 
-    async fn payment_row(&self, account: &str, id: &str) -> Result<Option<SqliteRow>> {
-        let query = sqlx::query("SELECT * FROM payments WHERE payment = ?1 AND account = ?2");
-        Ok(query.bind(id).bind(account).fetch_optional(&self.reader).await?)
+    /// Closes the database.
+    pub(crate) async fn close(&self) {
+        match &self.database {
+            Database::Sqlite(pool) => pool.close().await,
+            Database::Postgres(pool) => pool.close().await,
+        }
     }
 
     /// A payment of this account.
     pub(crate) async fn payment(&self, account: &str, id: &str) -> Result<Option<Payment>> {
-        self.payment_row(account, id).await?.as_ref().map(payment).transpose()
+        let text = concat!(
+            "SELECT ",
+            payment_columns!(),
+            " FROM payments WHERE payment = $1 AND account = $2"
+        );
+        let row =
+            read!(self, |pool| sqlx::query_as(text).bind(id).bind(account).fetch_optional(pool));
+        Ok(row.map(payment))
     }
 
     /// A refund of this account.
     pub(crate) async fn refund_of(&self, account: &str, id: &str) -> Result<Option<Refund>> {
-        let query = "SELECT * FROM ledger WHERE refund = ?1 AND account = ?2";
-        let row = sqlx::query(query).bind(id).bind(account).fetch_optional(&self.reader).await?;
-        row.as_ref().map(refund).transpose()
+        let text = concat!(
+            "SELECT ",
+            refund_columns!(),
+            " FROM ledger WHERE refund = $1 AND account = $2"
+        );
+        let row =
+            read!(self, |pool| sqlx::query_as(text).bind(id).bind(account).fetch_optional(pool));
+        Ok(row.map(refund))
     }
 
     /// This account's newest payments, and how many it has in all.
     pub(crate) async fn payments(&self, account: &str, limit: u32) -> Result<(Vec<Payment>, i64)> {
-        let rows = sqlx::query(
-            "SELECT *, (SELECT COUNT(*) FROM ledger
-                         WHERE account = ?1 AND action = 'charge') AS total
-               FROM payments WHERE account = ?1 ORDER BY seq DESC LIMIT ?2",
-        )
-        .bind(account)
-        .bind(limit)
-        .fetch_all(&self.reader)
-        .await?;
-        let total = rows.first().map_or(Ok(0), |row| row.try_get("total"))?;
-        Ok((rows.iter().map(payment).collect::<Result<_>>()?, total))
+        let text = concat!(
+            "SELECT ",
+            payment_columns!(),
+            " FROM payments WHERE account = $1 ORDER BY seq DESC LIMIT $2"
+        );
+        let rows: Vec<PaymentRow> = read!(self, |pool| sqlx::query_as(text)
+            .bind(account)
+            .bind(i64::from(limit))
+            .fetch_all(pool));
+        let text = "SELECT COUNT(*) FROM ledger WHERE account = $1 AND action = 'charge'";
+        let total = read!(self, |pool| sqlx::query_scalar(text).bind(account).fetch_one(pool));
+        Ok((rows.into_iter().map(payment).collect(), total))
+    }
+
+    /// What was done under this provider key, from now on answered by this attempt. Only a processor
+    /// that does one provider key once can say.
+    pub(crate) async fn done(&self, provider_key: &str, attempt: u32) -> Result<Option<Done>> {
+        let attempt = i64::from(attempt);
+        let text = "UPDATE ledger SET answered = $2 WHERE provider_key = $1 RETURNING action";
+        let action: Option<String> = read!(self, |pool| sqlx::query_scalar(text)
+            .bind(provider_key)
+            .bind(attempt)
+            .fetch_optional(pool));
+        if action.as_deref() == Some("refund") {
+            let text =
+                concat!("SELECT ", refund_columns!(), " FROM ledger WHERE provider_key = $1");
+            let row =
+                read!(self, |pool| sqlx::query_as(text).bind(provider_key).fetch_optional(pool));
+            return Ok(row.map(|row| Done::Refund(refund(row))));
+        }
+        let text = concat!(
+            "SELECT ",
+            payment_columns!(),
+            " FROM payments WHERE payment IN (SELECT payment FROM ledger WHERE provider_key = $1)"
+        );
+        let row = read!(self, |pool| sqlx::query_as(text).bind(provider_key).fetch_optional(pool));
+        Ok(row.map(|row| Done::Payment(payment(row))))
     }
 
     /// Everything that happened, oldest first.
     pub(crate) async fn entries(&self) -> Result<Vec<Entry>> {
-        let rows = sqlx::query("SELECT * FROM ledger ORDER BY seq").fetch_all(&self.reader).await?;
-        rows.iter().map(entry).collect()
+        let text = "SELECT account, key_id, action, amount, attempt, at FROM ledger ORDER BY seq";
+        let rows: Vec<(String, String, String, i64, i64, i64)> =
+            read!(self, |pool| sqlx::query_as(text).fetch_all(pool));
+        let entry = |(account, key_id, action, amount, attempt, at)| Entry {
+            account,
+            key_id,
+            action,
+            amount: small(amount),
+            attempt: small(attempt),
+            at,
+        };
+        Ok(rows.into_iter().map(entry).collect())
     }
 }
 
-fn payment(row: &SqliteRow) -> Result<Payment> {
-    let amount: u32 = row.try_get("amount")?;
-    let refunded: i64 = row.try_get("refunded")?;
-    let status = match (row.try_get("voided")?, refunded) {
+pub(crate) fn payment(row: PaymentRow) -> Payment {
+    let (id, account, amount, currency, source, at, answered, description, refunded, voided) = row;
+    let status = match (voided, refunded) {
         (true, _) => "voided",
         (false, 0) => "succeeded",
-        (false, refunded) if refunded < i64::from(amount) => "partially_refunded",
+        (false, refunded) if refunded < amount => "partially_refunded",
         (false, _) => "refunded",
     };
-    Ok(Payment {
-        id: row.try_get("payment")?,
+    Payment {
+        id,
         object: "payment",
-        account: row.try_get("account")?,
-        amount,
-        currency: row.try_get("currency")?,
+        account,
+        amount: small(amount),
+        currency,
         status,
-        source: row.try_get("source")?,
-        created: row.try_get::<i64, _>("at")? / 1000,
-        attempt: row.try_get("answered")?,
-        description: row.try_get("description")?,
+        source,
+        created: at / 1000,
+        attempt: small(answered),
+        description,
         padding: None,
-    })
+    }
 }
 
-fn refund(row: &SqliteRow) -> Result<Refund> {
-    Ok(Refund {
-        id: row.try_get("refund")?,
+pub(crate) fn refund(row: RefundRow) -> Refund {
+    let (id, payment, account, amount, currency, at, answered) = row;
+    Refund {
+        id,
         object: "refund",
-        payment: row.try_get("payment")?,
-        account: row.try_get("account")?,
-        amount: row.try_get("amount")?,
-        currency: row.try_get("currency")?,
+        payment,
+        account,
+        amount: small(amount),
+        currency,
         status: "succeeded",
-        created: row.try_get::<i64, _>("at")? / 1000,
-        attempt: row.try_get("answered")?,
-    })
+        created: at / 1000,
+        attempt: small(answered),
+    }
 }
 
-fn entry(row: &SqliteRow) -> Result<Entry> {
-    Ok(Entry {
-        account: row.try_get("account")?,
-        key_id: row.try_get("key_id")?,
-        action: row.try_get("action")?,
-        amount: row.try_get("amount")?,
-        attempt: row.try_get("attempt")?,
-        at: row.try_get("at")?,
-    })
+/// Amounts and attempts fit, since they were made from this type.
+fn small(number: i64) -> u32 {
+    u32::try_from(number).unwrap_or_default()
 }
 
-fn new_id(prefix: &str) -> String {
+pub(crate) fn new_id(prefix: &str) -> String {
     format!("{prefix}_{:032x}", rand::random::<u128>())
 }
 
-fn now_ms() -> i64 {
+pub(crate) fn now_ms() -> i64 {
     let since_epoch = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     i64::try_from(since_epoch.as_millis()).unwrap_or(i64::MAX)
 }
@@ -395,10 +408,18 @@ impl LedgerError {
     pub(crate) fn untouched(&self) -> bool {
         if let sqlx::Error::Database(error) = &self.0 {
             // The low byte is the primary code: SQLITE_BUSY and SQLITE_LOCKED.
-            let code = error.code().and_then(|code| code.parse::<u32>().ok());
+            // PostgreSQL's codes have five characters; there everything is undone in any case.
+            let code = error.code().filter(|code| code.len() < 5);
+            let code = code.and_then(|code| code.parse::<u32>().ok());
             return code.is_some_and(|code| matches!(code & 0xff, 5 | 6));
         }
         matches!(&self.0, sqlx::Error::PoolTimedOut | sqlx::Error::PoolClosed)
+    }
+}
+
+impl LedgerError {
+    pub(crate) fn other(error: impl std::error::Error + Send + Sync + 'static) -> Self {
+        Self(sqlx::Error::Io(std::io::Error::other(error)))
     }
 }
 
@@ -415,73 +436,3 @@ impl std::fmt::Display for LedgerError {
 }
 
 impl std::error::Error for LedgerError {}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn cause(account: &str, provider_key: &str, attempt: u32) -> Cause {
-        let provider_key = Some(provider_key.to_owned());
-        Cause { account: account.to_owned(), key_id: String::new(), provider_key, attempt }
-    }
-
-    fn new(amount: u32) -> NewPayment {
-        let (currency, source) = ("usd".to_owned(), "tok_visa".to_owned());
-        NewPayment { amount, currency, source, description: None }
-    }
-
-    async fn actions(ledger: &Ledger) -> Vec<String> {
-        ledger.entries().await.unwrap().into_iter().map(|entry| entry.action).collect()
-    }
-
-    #[tokio::test]
-    async fn a_ledger_that_does_not_deduplicate_shows_both_charges() {
-        let dir = tempfile::tempdir().unwrap();
-        let ledger = Ledger::open(&dir.path().join("l.db"), Deduplicate::No).await.unwrap();
-        let first = ledger.charge(&cause("acme", "p", 1), &new(5)).await.unwrap();
-        let second = ledger.charge(&cause("acme", "p", 2), &new(5)).await.unwrap();
-        assert_ne!(first.id, second.id);
-        assert_eq!(actions(&ledger).await, ["charge", "charge"]);
-        assert_eq!(ledger.payments("acme", 1).await.unwrap().1, 2);
-        assert_eq!(ledger.payments("other", 1).await.unwrap().1, 0);
-    }
-
-    #[tokio::test]
-    async fn a_processor_that_deduplicates_finds_the_earlier_effect() {
-        let dir = tempfile::tempdir().unwrap();
-        let ledger = Ledger::open(&dir.path().join("l.db"), Deduplicate::Yes).await.unwrap();
-        let first = ledger.charge(&cause("acme", "c", 1), &new(5)).await.unwrap();
-        let again = ledger.charge(&cause("acme", "c", 2), &new(5)).await.unwrap();
-        assert_eq!((first.id.as_str(), again.attempt), (again.id.as_str(), 2));
-        for attempt in [1, 2] {
-            let cause = cause("acme", "r", attempt);
-            let refund = ledger.refund(&cause, &first.id, None).await.unwrap().unwrap();
-            assert_eq!((refund.amount, refund.attempt), (5, attempt));
-        }
-        let other = ledger.charge(&cause("acme", "d", 1), &new(5)).await.unwrap();
-        for attempt in [1, 2] {
-            let voided = ledger.void(&cause("acme", "v", attempt), &other.id).await.unwrap();
-            assert_eq!(voided.unwrap().status, "voided");
-        }
-        assert_eq!(actions(&ledger).await, ["charge", "refund", "charge", "void"]);
-    }
-
-    #[tokio::test]
-    async fn no_more_than_the_payment_is_refunded_and_never_by_another_account() {
-        let dir = tempfile::tempdir().unwrap();
-        let ledger = Ledger::open(&dir.path().join("l.db"), Deduplicate::No).await.unwrap();
-        let id = ledger.charge(&cause("acme", "c", 1), &new(5)).await.unwrap().id;
-        let refund = async |account, amount| {
-            ledger.refund(&cause(account, "r", 1), &id, amount).await.unwrap().map(|r| r.amount)
-        };
-        assert_eq!(refund("other", None).await, None);
-        assert_eq!(refund("acme", Some(6)).await, None);
-        assert_eq!(refund("acme", Some(2)).await, Some(2));
-        assert_eq!(refund("acme", Some(4)).await, None);
-        assert!(ledger.void(&cause("acme", "v", 1), &id).await.unwrap().is_none());
-        assert_eq!(refund("acme", None).await, Some(3));
-        assert_eq!(refund("acme", None).await, None);
-        assert_eq!(ledger.payment("acme", &id).await.unwrap().unwrap().status, "refunded");
-        assert!(ledger.payment("other", &id).await.unwrap().is_none());
-    }
-}

@@ -13,16 +13,18 @@ use std::time::Duration;
 
 use metrics_exporter_prometheus::{PrometheusBuilder, PrometheusHandle};
 use tokio::net::TcpListener;
-use tower_idempotency::IdempotencyLayer;
+use tower_idempotency::{IdempotencyLayer, Recovery};
 use tracing_subscriber::EnvFilter;
 
 mod account;
 mod answer;
 mod app;
+mod books;
 mod flags;
 mod form;
 mod ledger;
 mod payments;
+mod reconcile;
 mod serve;
 mod source;
 mod store;
@@ -30,15 +32,15 @@ mod stream;
 mod stripe;
 
 use app::App;
-use flags::{Flags, RecoveryMode, Rules};
-use ledger::{Deduplicate, Ledger};
+use flags::{Flags, RecoveryMode};
+use ledger::Deduplicate;
 
 #[tokio::main]
 async fn main() -> ExitCode {
-    let (flags, rules) = Flags::read();
+    let flags = Flags::read();
     let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("warn"));
     tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).init();
-    match run(&flags, rules).await {
+    match run(&flags).await {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("error: {error}");
@@ -47,20 +49,23 @@ async fn main() -> ExitCode {
     }
 }
 
-async fn run(flags: &Flags, rules: Rules) -> Result<(), Box<dyn Error>> {
-    if let Some(note) = &rules.note {
-        eprintln!("{note}");
-    }
+async fn run(flags: &Flags) -> Result<(), Box<dyn Error>> {
     let metrics = record_metrics()?;
     let stop = serve::stop_signal()?;
-    let store = flags.store.open().await?;
     let deduplicate = match flags.recovery {
         RecoveryMode::AtMostOnce => Deduplicate::No,
         RecoveryMode::AtLeastOnce | RecoveryMode::Reconcile => Deduplicate::Yes,
     };
-    let ledger = Ledger::open(&flags.ledger, deduplicate)
-        .await
-        .map_err(|error| format!("cannot open the ledger {}: {error}", flags.ledger.display()))?;
+    let (store, ledger) = flags.store().open(&flags.ledger(), deduplicate).await?;
+    let recovery = match flags.recovery {
+        RecoveryMode::AtMostOnce => Recovery::AtMostOnce,
+        RecoveryMode::AtLeastOnce => Recovery::AtLeastOnce,
+        RecoveryMode::Reconcile => reconcile::by_asking(ledger.clone()),
+    };
+    let rules = flags.rules(&recovery)?;
+    if let Some(note) = &rules.note {
+        eprintln!("{note}");
+    }
     let listener = TcpListener::bind(flags.listen)
         .await
         .map_err(|error| format!("cannot listen on {}: {error}", flags.listen))?;
@@ -99,8 +104,8 @@ fn greet(address: SocketAddr, flags: &Flags) {
         )
     };
     let (first, changed) = (pay(1999), pay(2999));
-    let store = &flags.store;
-    let ledger = flags.ledger.display();
+    let store = flags.store();
+    let ledger = store.ledger(&flags.ledger());
     // Whoever reads this may have gone away; that is no reason to stop.
     let _ = write!(
         std::io::stdout().lock(),

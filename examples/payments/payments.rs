@@ -16,7 +16,8 @@ use tower_idempotency::{Execution, IdempotencyKey};
 use crate::account::Account;
 use crate::answer::ApiError;
 use crate::app::App;
-use crate::ledger::{Cause, NewPayment};
+use crate::books::Books;
+use crate::ledger::{Cause, NewPayment, Payment};
 use crate::source::{Source, When};
 use crate::stream;
 
@@ -49,7 +50,7 @@ const LARGEST_AMOUNT: u32 = 99_999_999;
 
 /// `POST /v1/payments`. The layer lets one of all the retries in; what it answers is what all get.
 pub(crate) async fn create(
-    State(app): State<App>,
+    mut books: Books,
     Extension(account): Extension<Account>,
     key: IdempotencyKey,
     execution: Execution,
@@ -59,20 +60,26 @@ pub(crate) async fn create(
     let (source, new) = parse_payment(&headers, &body)?;
     let cause = cause_of(&account, Some(&key), Some(&execution), "charge");
     before_the_charge(source, cause.attempt).await?;
-    let mut payment = app.ledger.charge(&cause, &new).await?;
+    let payment = books.charge(&cause, &new).await?;
     after_the_charge(source, cause.attempt).await?;
 
-    let location = [(LOCATION, format!("/v1/payments/{}", payment.id))];
     if source == Source::Stream {
+        let location = [(LOCATION, format!("/v1/payments/{}", payment.id))];
         return Ok((location, stream::events(payment)).into_response());
     }
+    Ok(receipt(source, payment))
+}
+
+/// The answer to a payment that was made.
+pub(crate) fn receipt(source: Source, mut payment: Payment) -> Response {
+    let location = [(LOCATION, format!("/v1/payments/{}", payment.id))];
     if source == Source::Empty {
-        return Ok((StatusCode::NO_CONTENT, location).into_response());
+        return (StatusCode::NO_CONTENT, location).into_response();
     }
     if let Source::Large(bytes) = source {
         payment.padding = Some("x".repeat(bytes));
     }
-    Ok((StatusCode::CREATED, location, Json(payment)).into_response())
+    (StatusCode::CREATED, location, Json(payment)).into_response()
 }
 
 /// The ways to fail while certainly nothing has happened.
@@ -126,7 +133,7 @@ pub(crate) async fn after_the_charge(source: Source, attempt: u32) -> Result<(),
 
 /// `POST /v1/payments/{id}/refunds`.
 pub(crate) async fn refund(
-    State(app): State<App>,
+    mut books: Books,
     Extension(account): Extension<Account>,
     id: Id,
     key: IdempotencyKey,
@@ -141,10 +148,10 @@ pub(crate) async fn refund(
     let amount = amount.map(checked_amount).transpose()?;
     let id = known(id)?;
     let cause = cause_of(&account, Some(&key), Some(&execution), "refund");
-    if let Some(refund) = app.ledger.refund(&cause, &id, amount).await? {
+    if let Some(refund) = books.refund(&cause, &id, amount).await? {
         return Ok((StatusCode::CREATED, Json(refund)).into_response());
     }
-    match app.ledger.payment(&cause.account, &id).await? {
+    match books.payment(&cause.account, &id).await? {
         None => Err(ApiError::not_found("payment")),
         Some(_) => Err(ApiError::conflict("refund_too_large", "less than that is left to refund")),
     }
@@ -152,7 +159,7 @@ pub(crate) async fn refund(
 
 /// `DELETE /v1/payments/{id}`. Without a key the layer stays out of it, and so do its extractors.
 pub(crate) async fn void(
-    State(app): State<App>,
+    mut books: Books,
     Extension(account): Extension<Account>,
     id: Id,
     key: Option<IdempotencyKey>,
@@ -160,10 +167,10 @@ pub(crate) async fn void(
 ) -> Answer {
     let id = known(id)?;
     let cause = cause_of(&account, key.as_ref(), execution.as_ref(), "void");
-    if let Some(payment) = app.ledger.void(&cause, &id).await? {
+    if let Some(payment) = books.void(&cause, &id).await? {
         return Ok(Json(payment).into_response());
     }
-    match app.ledger.payment(&cause.account, &id).await? {
+    match books.payment(&cause.account, &id).await? {
         None => Err(ApiError::not_found("payment")),
         Some(_) => Err(ApiError::conflict(
             "payment_not_voidable",

@@ -2,45 +2,92 @@
 
 use std::error::Error;
 use std::fmt;
+use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use tower_idempotency::{MemoryStore, RedisStore, Store, StoreError};
+use tower_idempotency::{MemoryStore, PostgresStore, RedisStore, SqliteStore, Store, StoreError};
+
+use crate::ledger::{Database, Deduplicate, Ledger};
 
 /// A store URL that this build can open.
-#[derive(Clone)]
+#[derive(Clone, Eq, PartialEq)]
 pub(crate) enum StoreUrl {
     /// This process's memory.
     Memory,
     /// A Redis server.
     Redis(String),
+    /// A file, which holds the ledger too.
+    Sqlite(PathBuf),
+    /// A PostgreSQL server, which holds the ledger too.
+    Postgres(String),
 }
 
 /// Long enough for a slow network, short enough that nobody believes the sandbox hangs.
 const OPEN_WITHIN: Duration = Duration::from_secs(8);
+/// How long one statement may take, so that a request is answered in time whatever the database does.
+const STATEMENT: Duration = Duration::from_secs(4);
 
 /// Schemes that are spoken for, so that a typing error and a missing part look different.
-const LATER: [&str; 6] =
-    ["rediss", "redis+cluster", "redis+sentinel", "sqlite", "postgres", "postgresql"];
+const LATER: [&str; 3] = ["rediss", "redis+cluster", "redis+sentinel"];
 
 impl StoreUrl {
-    /// Opens the store and asks it to do real work once.
-    pub(crate) async fn open(&self) -> Result<Arc<dyn Store>, String> {
-        match tokio::time::timeout(OPEN_WITHIN, self.connect()).await {
-            Ok(Ok(store)) => Ok(store),
-            Ok(Err(error)) => Err(format!("cannot open the store {self}: {}", chain(&error))),
-            Err(_) => Err(format!("the store {self} did not answer within {OPEN_WITHIN:?}")),
-        }
+    /// Opens the store, asks it to do real work once, and opens the ledger that goes with it.
+    pub(crate) async fn open(
+        &self,
+        ledger: &Path,
+        deduplicate: Deduplicate,
+    ) -> Result<(Arc<dyn Store>, Ledger), String> {
+        let opened = async {
+            let (store, database) = self.connect().await.map_err(|error| chain(&error))?;
+            store.ready().await.map_err(|error| chain(&error))?;
+            Ok::<_, String>((store, database))
+        };
+        let (store, database) = match tokio::time::timeout(OPEN_WITHIN, opened).await {
+            Ok(Ok(opened)) => opened,
+            Ok(Err(error)) => return Err(format!("cannot open the store {self}: {error}")),
+            Err(_) => {
+                return Err(format!("the store {self} did not answer within {OPEN_WITHIN:?}"));
+            }
+        };
+        let books = match database {
+            Some(database) => Ledger::on(database, deduplicate).await,
+            None => Ledger::open(ledger, deduplicate).await,
+        };
+        let place = self.ledger(ledger);
+        let books = books.map_err(|error| format!("cannot open the ledger {place}: {error}"))?;
+        Ok((store, books))
     }
 
-    async fn connect(&self) -> Result<Arc<dyn Store>, StoreError> {
-        let store: Arc<dyn Store> = match self {
-            Self::Memory => Arc::new(MemoryStore::new()),
-            Self::Redis(url) => Arc::new(RedisStore::connect(url).await?),
-        };
-        store.ready().await?;
-        Ok(store)
+    async fn connect(&self) -> Result<(Arc<dyn Store>, Option<Database>), StoreError> {
+        Ok(match self {
+            Self::Memory => (Arc::new(MemoryStore::new()), None),
+            Self::Redis(url) => (Arc::new(RedisStore::connect(url).await?), None),
+            Self::Sqlite(path) => {
+                let store = SqliteStore::open(path).await?;
+                store.migrate().await?;
+                let database = Database::Sqlite(store.pool().clone());
+                (Arc::new(store), Some(database))
+            }
+            Self::Postgres(url) => {
+                let store = PostgresStore::connect(url).await?;
+                store.migrate().await?;
+                let pool = store.pool().clone();
+                let store =
+                    PostgresStore::builder(pool.clone()).statement_timeout(STATEMENT).build();
+                (Arc::new(store), Some(Database::Postgres(pool)))
+            }
+        })
+    }
+
+    /// Where the ledger is, in words.
+    pub(crate) fn ledger(&self, file: &Path) -> String {
+        match self {
+            Self::Memory | Self::Redis(_) => file.display().to_string(),
+            Self::Sqlite(path) => path.display().to_string(),
+            Self::Postgres(_) => "in the store's database".to_owned(),
+        }
     }
 }
 
@@ -49,17 +96,31 @@ impl FromStr for StoreUrl {
 
     fn from_str(url: &str) -> Result<Self, String> {
         let Some((scheme, rest)) = url.split_once(':') else {
-            return Err("not a URL; try memory: or redis://127.0.0.1:6379".to_owned());
+            return Err(
+                "not a URL; try sqlite:payments.db, memory: or redis://127.0.0.1:6379".to_owned()
+            );
         };
         match scheme {
             "memory" if rest.is_empty() => Ok(Self::Memory),
             "memory" => Err("memory: takes nothing after the colon".to_owned()),
             "redis" if rest.len() > 2 && rest.starts_with("//") => Ok(Self::Redis(url.to_owned())),
             "redis" => Err("a Redis URL looks like redis://127.0.0.1:6379".to_owned()),
+            "sqlite" if !rest.is_empty() && !rest.starts_with("//") => {
+                Ok(Self::Sqlite(rest.into()))
+            }
+            "sqlite" => Err("an SQLite URL looks like sqlite:payments.db".to_owned()),
+            "postgres" | "postgresql" if rest.len() > 2 && rest.starts_with("//") => {
+                Ok(Self::Postgres(url.to_owned()))
+            }
+            "postgres" | "postgresql" => {
+                Err("a PostgreSQL URL looks like postgres://user@127.0.0.1/database".to_owned())
+            }
             scheme if LATER.contains(&scheme) => {
                 Err(format!("{scheme}: is not supported by this build yet"))
             }
-            _ => Err(format!("unknown store {scheme:?}; try memory: or redis://127.0.0.1:6379")),
+            _ => Err(format!(
+                "unknown store {scheme:?}; try sqlite:payments.db, memory: or redis://127.0.0.1:6379"
+            )),
         }
     }
 }
@@ -73,6 +134,13 @@ impl fmt::Display for StoreUrl {
                 Some((_, host)) => write!(f, "redis://{host}"),
                 None => f.write_str(url),
             },
+            Self::Sqlite(path) => write!(f, "sqlite:{}", path.display()),
+            Self::Postgres(url) => {
+                let rest = url.split_once("://").map_or("", |(_, rest)| rest);
+                let place = rest.rsplit_once('@').map_or(rest, |(_, place)| place);
+                // A password may stand behind the question mark too.
+                write!(f, "postgres://{}", place.split('?').next().unwrap_or_default())
+            }
         }
     }
 }
@@ -100,20 +168,27 @@ mod tests {
 
     #[test]
     fn what_cannot_be_opened_is_refused_by_name() {
-        for url in ["memory:", "redis://h:1", "redis://u:p@h:1/2"] {
+        for url in
+            ["memory:", "redis://h:1", "redis://u:p@h:1/2", "sqlite:x.db", "postgres://u:p@h/d"]
+        {
             assert!(url.parse::<StoreUrl>().is_ok(), "{url}");
         }
-        for url in [
-            "rediss://h:1",
-            "redis+cluster://a:1,b:2",
-            "redis+sentinel://a:1/m",
-            "sqlite:x.db",
-            "postgres://h/db",
-        ] {
+        for url in ["rediss://h:1", "redis+cluster://a:1,b:2", "redis+sentinel://a:1/m"] {
             let refused = url.parse::<StoreUrl>().unwrap_err();
             assert!(refused.contains("not supported by this build yet"), "{refused}");
         }
-        for url in ["", "memory", "redis:", "redis://", "memory:x", "mongodb://h", "REDIS://h"] {
+        for url in [
+            "",
+            "memory",
+            "redis:",
+            "redis://",
+            "memory:x",
+            "mongodb://h",
+            "REDIS://h",
+            "sqlite:",
+            "sqlite://x",
+            "postgres:",
+        ] {
             assert!(url.parse::<StoreUrl>().is_err(), "{url}");
         }
     }
@@ -123,5 +198,7 @@ mod tests {
         let url: StoreUrl = "redis://u:s3cr@t@h:1/2".parse().unwrap();
         assert_eq!(url.to_string(), "redis://h:1/2");
         assert_eq!(format!("{url:?}"), "StoreUrl(redis://h:1/2)");
+        let url: StoreUrl = "postgres://u:s3cr@t@h:1/d?password=s3cret".parse().unwrap();
+        assert_eq!(url.to_string(), "postgres://h:1/d");
     }
 }

@@ -3,7 +3,7 @@
 
 use axum::Json;
 use axum::extract::{Extension, Path, State};
-use axum::response::IntoResponse;
+use axum::response::{IntoResponse, Response};
 use bytes::Bytes;
 use http::{HeaderMap, StatusCode};
 use serde_json::{Value, json};
@@ -12,6 +12,7 @@ use tower_idempotency::{Execution, IdempotencyKey};
 use crate::account::Account;
 use crate::answer::ApiError;
 use crate::app::App;
+use crate::books::Books;
 use crate::form::Form;
 use crate::ledger::{Cause, NewPayment, Payment, Refund};
 use crate::payments::{
@@ -22,17 +23,20 @@ use crate::stream;
 
 /// What a payment is called here: an intent and its charge are two views of one.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-enum View {
+pub(crate) enum View {
     Intent,
     Charge,
 }
+
+/// What a refund is called when its provider key is derived.
+pub(crate) const REFUND: &str = "stripe_refund";
 
 /// Those who say nothing else pay with a card that works.
 const DEFAULT_SOURCE: &str = "tok_visa";
 
 /// `POST /v1/payment_intents`.
 pub(crate) async fn create_intent(
-    State(app): State<App>,
+    mut books: Books,
     Extension(account): Extension<Account>,
     key: Option<IdempotencyKey>,
     execution: Option<Execution>,
@@ -40,13 +44,13 @@ pub(crate) async fn create_intent(
     body: Bytes,
 ) -> Answer {
     let form = Form::parse(&headers, &body)?;
-    let cause = cause_of(&account, key.as_ref(), execution.as_ref(), "charge");
-    create(View::Intent, &app, &cause, &form).await
+    let cause = cause_of(&account, key.as_ref(), execution.as_ref(), View::Intent.effect());
+    create(View::Intent, &mut books, &cause, &form).await
 }
 
 /// `POST /v1/charges`.
 pub(crate) async fn create_charge(
-    State(app): State<App>,
+    mut books: Books,
     Extension(account): Extension<Account>,
     key: Option<IdempotencyKey>,
     execution: Option<Execution>,
@@ -54,25 +58,35 @@ pub(crate) async fn create_charge(
     body: Bytes,
 ) -> Answer {
     let form = Form::parse(&headers, &body)?;
-    let cause = cause_of(&account, key.as_ref(), execution.as_ref(), "charge");
-    create(View::Charge, &app, &cause, &form).await
+    let cause = cause_of(&account, key.as_ref(), execution.as_ref(), View::Charge.effect());
+    create(View::Charge, &mut books, &cause, &form).await
 }
 
-async fn create(view: View, app: &App, cause: &Cause, form: &Form) -> Answer {
+async fn create(view: View, books: &mut Books, cause: &Cause, form: &Form) -> Answer {
     let (source, new) = read_payment(form)?;
     before_the_charge(source, cause.attempt).await?;
-    let mut payment = app.ledger.charge(cause, &new).await?;
+    let payment = books.charge(cause, &new).await?;
     after_the_charge(source, cause.attempt).await?;
     if source == Source::Stream {
         return Ok(stream::events(payment).into_response());
     }
+    Ok(receipt(view, source, payment))
+}
+
+/// The answer to a payment that was made.
+pub(crate) fn receipt(view: View, source: Source, mut payment: Payment) -> Response {
     if source == Source::Empty {
-        return Ok(StatusCode::NO_CONTENT.into_response());
+        return StatusCode::NO_CONTENT.into_response();
     }
     if let Source::Large(bytes) = source {
         payment.padding = Some("x".repeat(bytes));
     }
-    Ok(Json(view.of(&payment)).into_response())
+    Json(view.of(&payment)).into_response()
+}
+
+/// The answer to a refund that was made.
+pub(crate) fn refund_receipt(refund: &Refund) -> Response {
+    Json(refund_view(refund)).into_response()
 }
 
 fn read_payment(form: &Form) -> Result<(Source, NewPayment), ApiError> {
@@ -88,7 +102,7 @@ fn read_payment(form: &Form) -> Result<(Source, NewPayment), ApiError> {
 
 /// `POST /v1/refunds`.
 pub(crate) async fn create_refund(
-    State(app): State<App>,
+    mut books: Books,
     Extension(account): Extension<Account>,
     key: Option<IdempotencyKey>,
     execution: Option<Execution>,
@@ -106,11 +120,11 @@ pub(crate) async fn create_refund(
         }
     };
     let id = id.ok_or_else(|| ApiError::not_found("payment"))?;
-    let cause = cause_of(&account, key.as_ref(), execution.as_ref(), "refund");
-    if let Some(refund) = app.ledger.refund(&cause, &id, amount).await? {
-        return Ok(Json(refund_view(&refund)).into_response());
+    let cause = cause_of(&account, key.as_ref(), execution.as_ref(), REFUND);
+    if let Some(refund) = books.refund(&cause, &id, amount).await? {
+        return Ok(refund_receipt(&refund));
     }
-    match app.ledger.payment(&cause.account, &id).await? {
+    match books.payment(&cause.account, &id).await? {
         None => Err(ApiError::not_found("payment")),
         Some(_) => Err(ApiError::conflict("refund_too_large", "less than that is left to refund")),
     }
@@ -155,6 +169,15 @@ pub(crate) async fn show_refund(
 }
 
 impl View {
+    /// What the effect is called when its provider key is derived: each shape has a name of its own,
+    /// so that whoever finds the effect knows what its answer looks like.
+    pub(crate) const fn effect(self) -> &'static str {
+        match self {
+            Self::Intent => "payment_intent",
+            Self::Charge => "stripe_charge",
+        }
+    }
+
     fn prefix(self) -> &'static str {
         match self {
             Self::Intent => "pi_",

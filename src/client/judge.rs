@@ -48,6 +48,7 @@ fn by_code(code: &str) -> Option<Meaning> {
         }
         "idempotency_store_unavailable"
         | "idempotency_record_unreadable"
+        | "idempotency_not_executed"
         | "idempotency_rolled_back" => Meaning::Again { reason: "unavailable", free: false },
         // Nothing was executed, so the whole request can be sent again.
         "idempotency_request_incomplete" => {
@@ -228,6 +229,7 @@ mod tests {
             (503, YES, "store_unavailable", "unavailable"),
             (503, YES, "record_unreadable", "unavailable"),
             (500, YES, "rolled_back", "unavailable"),
+            (500, YES, "not_executed", "unavailable"),
             (401, NO, "scope_missing", "final"),
         ] {
             let body = format!(r#"{{"code":"idempotency_{code}","safe_new_key":false}}"#);

@@ -1,11 +1,21 @@
 //! What a handler may know about its own run.
 
 use std::fmt;
-use std::sync::Arc;
+use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 
+use bytes::Bytes;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
 use tokio_util::sync::CancellationToken;
 
+use super::{Call, Engine};
+use crate::checkpoint;
+use crate::config::Policy;
+use crate::error::CheckpointError;
 use crate::key::IdempotencyKey;
+use crate::mistakes::{Mistake, made};
+use crate::record::{Effects, RenewOutcome, Renewal, Verdict};
 use crate::scope::DownstreamSeed;
 use crate::store::Lease;
 use crate::token::{Attempt, Fence};
@@ -41,21 +51,69 @@ struct Inner {
 }
 
 struct Held {
-    attempt: Attempt,
-    fence: Fence,
-    takeover: bool,
+    engine: Engine,
+    lease: Arc<Lease>,
+    policy: Policy,
+    marks: Arc<Marks>,
+    /// The checkpoint that was made last, in this run or an earlier one.
+    last: Mutex<Bytes>,
+    /// One checkpoint is sent at a time, so that the last one made is the one that is kept.
+    turn: tokio::sync::Mutex<()>,
+}
+
+/// Whether a run has made a checkpoint, or may not make any more.
+///
+/// A run that [marks its effects](Effects::Marked) and ends without a word has done nothing if it has
+/// not marked anything. That is decided once: from then on its checkpoints fail.
+#[derive(Debug, Default)]
+pub(super) struct Marks(AtomicU8);
+
+const NONE: u8 = 0;
+const MADE: u8 = 1;
+const CLOSED: u8 = 2;
+
+impl Marks {
+    /// Says that a checkpoint is about to be made; false if none may be.
+    fn make(&self) -> bool {
+        let set = self.0.compare_exchange(NONE, MADE, Ordering::AcqRel, Ordering::Acquire);
+        set.map_or_else(|found| found == MADE, |_| true)
+    }
+
+    /// Allows no checkpoint any more; false if one was made.
+    fn close(&self) -> bool {
+        let set = self.0.compare_exchange(NONE, CLOSED, Ordering::AcqRel, Ordering::Acquire);
+        set.map_or_else(|found| found == CLOSED, |_| true)
+    }
+
+    /// What is known of a run that ended without a word, or has to.
+    pub(super) fn verdict(&self, lease: &Lease, policy: &Policy) -> Verdict {
+        if made(Mistake::ErrorsFreeTheKey) {
+            return Verdict::NoEffect;
+        }
+        // One that followed an interrupted run says nothing about that one.
+        let clean = policy.effects == Effects::Marked && !lease.grant().takeover;
+        if clean && self.close() { Verdict::NoEffect } else { Verdict::Unknown }
+    }
 }
 
 impl Execution {
     pub(super) fn held(
-        key: &IdempotencyKey,
-        seed: DownstreamSeed,
-        lease: &Lease,
+        engine: &Engine,
+        call: &Call,
+        lease: &Arc<Lease>,
         lost: &CancellationToken,
+        marks: &Arc<Marks>,
     ) -> Self {
-        let grant = lease.grant();
-        let held = Held { attempt: grant.attempt, fence: grant.fence, takeover: grant.takeover };
-        Self(Arc::new(Inner { key: key.clone(), seed, held: Some(held), lost: lost.clone() }))
+        let held = Held {
+            engine: engine.clone(),
+            lease: Arc::clone(lease),
+            policy: call.policy.clone(),
+            marks: Arc::clone(marks),
+            last: Mutex::new(lease.grant().checkpoint.clone()),
+            turn: tokio::sync::Mutex::default(),
+        };
+        let (key, lost) = (call.key.clone(), lost.clone());
+        Self(Arc::new(Inner { key, seed: call.seed, held: Some(held), lost }))
     }
 
     pub(super) fn unprotected(key: &IdempotencyKey, seed: DownstreamSeed) -> Self {
@@ -70,10 +128,12 @@ impl Execution {
         &self.0.key
     }
 
-    /// Which run this is: 1, and one more for each time the key was claimed again.
+    /// Which run this is: 1, and one more for each time the key was claimed again, also if the
+    /// handler of an earlier claim never started. What an earlier run may have done is
+    /// [`is_takeover`](Self::is_takeover).
     #[must_use]
     pub fn attempt(&self) -> Attempt {
-        self.0.held.as_ref().map_or(Attempt::FIRST, |held| held.attempt)
+        self.0.held.as_ref().map_or(Attempt::FIRST, |held| held.lease.grant().attempt)
     }
 
     /// The fence of this run, for resources that can refuse a smaller one than they have seen.
@@ -83,13 +143,13 @@ impl Execution {
     /// pass a [`downstream_key`](Self::downstream_key).
     #[must_use]
     pub fn fence(&self) -> Fence {
-        self.0.held.as_ref().map_or(Fence::from_number(0), |held| held.fence)
+        self.0.held.as_ref().map_or(Fence::from_number(0), |held| held.lease.grant().fence)
     }
 
     /// True if an earlier run of this operation may have had its effect.
     #[must_use]
     pub fn is_takeover(&self) -> bool {
-        self.0.held.as_ref().is_some_and(|held| held.takeover)
+        self.0.held.as_ref().is_some_and(|held| held.lease.grant().takeover)
     }
 
     /// False if the store was down and the route runs unprotected then
@@ -106,6 +166,83 @@ impl Execution {
     #[must_use]
     pub fn downstream_key(&self, effect: &str) -> String {
         self.0.seed.key_for(effect)
+    }
+
+    /// Notes `state` down for a later attempt, which reads it by
+    /// [`last_checkpoint`](Self::last_checkpoint), and extends the lease. Up to 16 KiB of JSON.
+    ///
+    /// When it returns `Ok`, the store has it, and this run still holds the key. So it is also the
+    /// place to stop: on an error nothing irreversible may follow. On a route with
+    /// [`Effects::Marked`](crate::Effects::Marked) the first checkpoint stands before the first effect.
+    ///
+    /// A run without [protection](Self::is_protected) has nowhere to note anything down; it is not
+    /// stopped, and this does nothing.
+    ///
+    /// # Errors
+    /// [`CheckpointError`] if the lease is lost, the store does not confirm in time, or the state
+    /// cannot be kept.
+    ///
+    /// # Cancel safety
+    /// Dropping the future leaves it open whether the checkpoint is made.
+    ///
+    /// # Example
+    /// ```
+    /// use serde::{Deserialize, Serialize};
+    /// use tower_idempotency::{CheckpointError, Execution};
+    /// # async fn charge() -> String { String::new() }
+    ///
+    /// #[derive(Serialize, Deserialize)]
+    /// enum Step {
+    ///     Charging,
+    ///     Charged(String),
+    /// }
+    ///
+    /// async fn pay(execution: Execution) -> Result<String, CheckpointError> {
+    ///     if let Some(Step::Charged(id)) = execution.last_checkpoint()? {
+    ///         return Ok(id); // an earlier attempt came this far
+    ///     }
+    ///     execution.checkpoint(&Step::Charging).await?;
+    ///     let id = charge().await;
+    ///     execution.checkpoint(&Step::Charged(id.clone())).await?;
+    ///     Ok(id)
+    /// }
+    /// # let _ = pay;
+    /// ```
+    pub async fn checkpoint<T: Serialize + ?Sized>(
+        &self,
+        state: &T,
+    ) -> Result<(), CheckpointError> {
+        let bytes = checkpoint::encode(state)?;
+        let Some(held) = &self.0.held else { return Ok(()) };
+        let _turn = held.turn.lock().await;
+        if !held.marks.make() {
+            return Err(CheckpointError::LeaseLost);
+        }
+        let renewal = Renewal { terms: held.policy.terms, checkpoint: Some(bytes.clone()) };
+        let renew = || held.engine.store().renew(&held.lease, &renewal);
+        let key = held.lease.key();
+        match held.engine.surely("checkpoint", key, &held.policy, renew).await {
+            Ok(RenewOutcome::Renewed | RenewOutcome::Restored) => {
+                *held.last.lock().unwrap_or_else(PoisonError::into_inner) = bytes;
+                Ok(())
+            }
+            Ok(RenewOutcome::Lost | RenewOutcome::Unreadable) => {
+                self.0.lost.cancel();
+                Err(CheckpointError::LeaseLost)
+            }
+            Err(error) => Err(CheckpointError::Unconfirmed(error)),
+        }
+    }
+
+    /// What was noted down last by [`checkpoint`](Self::checkpoint), in this run or an earlier one of
+    /// the operation; `None` if nothing was.
+    ///
+    /// # Errors
+    /// [`CheckpointError`] if what is there is no `T`.
+    pub fn last_checkpoint<T: DeserializeOwned>(&self) -> Result<Option<T>, CheckpointError> {
+        let Some(held) = &self.0.held else { return Ok(None) };
+        let bytes = held.last.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        checkpoint::decode(&bytes)
     }
 
     /// Completes when the lease of this run is lost: it could not be renewed in time, or somebody

@@ -9,10 +9,12 @@
 //! 3. *Settle*: complete or release, sent again within a bound.
 //! 4. *Answer* whoever still waits.
 
+mod claim;
 mod execution;
 mod keeper;
 pub(crate) mod observe;
 mod quota;
+mod reconcile;
 mod settle;
 #[cfg(test)]
 mod tests;
@@ -30,7 +32,7 @@ use bytes::Bytes;
 use futures_util::FutureExt as _;
 use futures_util::future::join_all;
 use tokio::sync::oneshot;
-use tokio::time::{Instant, sleep, timeout};
+use tokio::time::{Instant, timeout};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tracing::{Instrument as _, Span};
@@ -42,15 +44,19 @@ use crate::config::{Policy, StoreDown};
 use crate::error::{Rejection, RejectionKind, StoreError, StoreErrorKind};
 use crate::fingerprint::Fingerprints;
 use crate::key::IdempotencyKey;
-use crate::record::{Claim, ClaimOutcome, Grant, Millis, RenewOutcome, Renewal, Verdict, Writes};
+use crate::mistakes::{Mistake, made};
+use crate::record::{Claim, Grant, Millis, RenewOutcome, Renewal, Verdict, Writes};
 use crate::response::StoredResponse;
-use crate::scope::{CallerId, DownstreamSeed, StorageKey};
+use crate::scope::{CallerId, DownstreamSeed, Identity, StorageKey};
 use crate::store::{Lease, Store};
-use crate::token::{Attempt, Fence, HolderId};
+use crate::token::{Attempt, Fence};
+use claim::{Claimed, Held};
+use execution::Marks;
 use keeper::Kept;
+use observe::Gauge;
 pub(crate) use observe::Seen;
-use observe::{Gauge, Waiting};
 use quota::Quota;
+use reconcile::Inquiries;
 use settle::Settled;
 use wait::Room;
 
@@ -69,6 +75,7 @@ struct Shared {
     closing: CancellationToken,
     running: Mutex<BTreeMap<u64, Running>>,
     next_run: AtomicU64,
+    inquiries: Inquiries,
 }
 
 /// A handler that runs now: what a shutdown has to settle in its place.
@@ -77,6 +84,7 @@ struct Running {
     policy: Policy,
     lost: CancellationToken,
     since: Instant,
+    marks: Arc<Marks>,
 }
 
 /// A request as the engine sees it.
@@ -85,6 +93,7 @@ pub(crate) struct Call {
     pub(crate) key: IdempotencyKey,
     pub(crate) storage_key: StorageKey,
     pub(crate) caller: CallerId,
+    pub(crate) identity: Identity,
     pub(crate) seed: DownstreamSeed,
     pub(crate) fingerprints: Fingerprints,
     pub(crate) policy: Policy,
@@ -129,6 +138,8 @@ pub(crate) enum Conclusion<T> {
     Unprotected(T),
     /// With the response of an earlier run.
     Replay(Box<StoredResponse>),
+    /// With the response to an interrupted run that was found out for this very request.
+    Reconciled(Box<StoredResponse>),
     /// With a refusal.
     Refused(Rejection),
 }
@@ -144,9 +155,6 @@ pub struct Drained {
 
 /// How often a handler may be started for one request whose store rolled it back.
 const RUNS_MAX: u32 = 4;
-/// A claim that the store certainly refused is sent this often: a restart or a dropped connection
-/// is over by then, and a store that is down is reported quickly.
-const UNAVAILABLE_TRIES: u32 = 3;
 /// Pauses before a call is sent again; the third and later ones are equal.
 const PAUSES: [Duration; 3] =
     [Duration::from_millis(20), Duration::from_millis(60), Duration::from_millis(150)];
@@ -174,6 +182,7 @@ impl Engine {
             closing: CancellationToken::new(),
             running: Mutex::default(),
             next_run: AtomicU64::new(0),
+            inquiries: Inquiries::default(),
         }))
     }
 
@@ -185,7 +194,8 @@ impl Engine {
 
     /// Shuts down: takes no more claims (new requests get 503), waits for running handlers up to
     /// `grace`, then marks the keys of those that are left as of unknown outcome and tells them
-    /// that their lease is lost.
+    /// that their lease is lost. Those that [mark their effects](crate::Effects::Marked) and have marked none
+    /// cannot do so any more, and their keys are free.
     ///
     /// Call it after the server has stopped accepting, and before the runtime ends: handlers run
     /// in tasks of their own, and their clients may have left long ago.
@@ -203,13 +213,15 @@ impl Engine {
             let running = self.running();
             running
                 .values()
-                .map(|run| (Arc::clone(&run.lease), run.policy, run.lost.clone()))
+                .map(|run| {
+                    let settle = Settle::Release(run.marks.verdict(&run.lease, &run.policy));
+                    (Arc::clone(&run.lease), run.policy.clone(), run.lost.clone(), settle)
+                })
                 .collect()
         };
         let unfinished = left.len();
-        join_all(left.into_iter().map(async |(lease, policy, lost)| {
+        join_all(left.into_iter().map(async |(lease, policy, lost, settle)| {
             lost.cancel();
-            let settle = Settle::Release(Verdict::Unknown);
             self.settle(&lease, &settle, &policy, policy.claim_within).await;
         }))
         .await;
@@ -263,7 +275,12 @@ impl Engine {
             // The handler counts to its end, not only for as long as its client stays.
             drop(place);
         };
-        self.0.tracker.spawn(task.instrument(span));
+        let task = task.instrument(span);
+        if made(Mistake::RunsInConnection) {
+            task.await;
+        } else {
+            self.0.tracker.spawn(task);
+        }
         // The task answers unless the runtime ends under it; then nobody knows what it had done.
         answered.await.unwrap_or_else(|_| Conclusion::refused(RejectionKind::OutcomeUnknown))
     }
@@ -306,114 +323,6 @@ impl Engine {
         drop(answer.send(conclusion));
     }
 
-    /// Claims the key, waiting for a running twin within the policy's bound.
-    async fn claim<T>(
-        &self,
-        call: &Call,
-        answer: &mut oneshot::Sender<Conclusion<T>>,
-    ) -> Claimed<T> {
-        let policy = &call.policy;
-        let claim = Claim {
-            holder: HolderId::random(),
-            fingerprints: call.fingerprints,
-            terms: policy.terms,
-            on_expired: policy.recovery.on_expired(),
-        };
-        let wait_until = Instant::now() + policy.wait;
-        let mut seat = None;
-        loop {
-            let since = Instant::now();
-            let outcome = self.claim_surely(call.storage_key, &claim, policy).await;
-            if let (Some((seat, _)), false) =
-                (&seat, matches!(outcome, Ok(ClaimOutcome::InFlight { .. })))
-            {
-                wait::Seat::wake_others(seat);
-            }
-            let remaining = match outcome {
-                Err(_) => return Claimed::StoreDown(claim),
-                Ok(ClaimOutcome::Acquired(lease)) => {
-                    return Claimed::Lease(Held { lease: Arc::new(lease), since });
-                }
-                Ok(ClaimOutcome::InFlight { remaining }) => remaining,
-                Ok(ClaimOutcome::Completed(response)) => {
-                    return Claimed::Concluded(Conclusion::replay(response));
-                }
-                Ok(ClaimOutcome::Mismatch) => return Claimed::refused(RejectionKind::KeyReused),
-                Ok(ClaimOutcome::Indeterminate(_)) => {
-                    return Claimed::refused(RejectionKind::OutcomeUnknown);
-                }
-                Ok(ClaimOutcome::Unreadable) => {
-                    tracing::error!(
-                        key = %call.storage_key.log_id(),
-                        store = self.0.store.name(),
-                        "a record cannot be read, or was made by a recipe that is not accepted"
-                    );
-                    return Claimed::refused(unreadable());
-                }
-            };
-            let in_use = || {
-                let rejection = Rejection::new(RejectionKind::KeyInUse).with_retry_after(remaining);
-                Claimed::Concluded(Conclusion::Refused(rejection))
-            };
-            if Instant::now() >= wait_until || self.0.closing.is_cancelled() {
-                return in_use();
-            }
-            if seat.is_none() {
-                seat = self.0.room.take_seat(call.storage_key).map(|seat| (seat, Waiting::begin()));
-            }
-            let Some((seat, _)) = &mut seat else {
-                return Claimed::refused(
-                    Rejection::new(RejectionKind::TooManyWaiting).with_retry_after(remaining),
-                );
-            };
-            tokio::select! {
-                biased;
-                // Also when the time is up: only the store knows what is left of the lease by now.
-                _ = seat.wait(wait_until) => {}
-                () = self.0.closing.cancelled() => return in_use(),
-                // Nobody waits for this answer any more, and nothing of ours is running.
-                () = answer.closed() => return in_use(),
-            }
-        }
-    }
-
-    /// Sends a claim, and again under the same holder id until its outcome is known.
-    async fn claim_surely(
-        &self,
-        key: StorageKey,
-        claim: &Claim,
-        policy: &Policy,
-    ) -> Result<ClaimOutcome<Lease>, StoreError> {
-        let deadline = Instant::now() + policy.claim_within;
-        let mut tries = 0;
-        loop {
-            let bound = policy.store_call.min(deadline.saturating_duration_since(Instant::now()));
-            let call = self.0.store.claim(key, claim);
-            let error = match self.timed("claim", bound, call).await {
-                Ok(outcome) => {
-                    observe::claimed(&outcome);
-                    return Ok(outcome);
-                }
-                Err(error) => error,
-            };
-            tries += 1;
-            let again = match error.kind() {
-                StoreErrorKind::OutcomeUnknown => true,
-                StoreErrorKind::Unavailable | StoreErrorKind::RolledBack => {
-                    tries < UNAVAILABLE_TRIES
-                }
-                StoreErrorKind::Full | StoreErrorKind::Backend => false,
-            };
-            let pause = pause(tries);
-            if !again || Instant::now() + pause >= deadline {
-                tracing::error!(key = %key.log_id(), tries, error = ?error, "the key cannot be claimed");
-                return Err(error);
-            }
-            observe::call_again("claim");
-            sleep(pause).await;
-        }
-    }
-
     /// Runs the handler under its lease and records what it came to. `None`: the store rolled
     /// everything back, and the whole unit runs again.
     async fn run<T, H, F>(
@@ -441,8 +350,9 @@ impl Engine {
             observe::takeover();
         }
         let lost = CancellationToken::new();
-        let _registered = self.register(&lease, policy, &lost);
-        let execution = Execution::held(&call.key, call.seed, &lease, &lost);
+        let marks = Arc::new(Marks::default());
+        let _registered = self.register(&lease, policy, &lost, &marks);
+        let execution = Execution::held(self, call, &lease, &lost, &marks);
         let input = Run {
             execution,
             attachments: lease.attachments().clone(),
@@ -455,27 +365,30 @@ impl Engine {
             let ran = AssertUnwindSafe(ran).catch_unwind().await;
             let settle = match &ran {
                 Ok(ran) => ran.settle.clone(),
-                Err(_) => Settle::Release(Verdict::Unknown),
+                Err(_) => Settle::Release(marks.verdict(&lease, policy)),
             };
-            let settled = self.settle(&lease, &settle, policy, policy.complete_within).await;
-            (ran, settle, settled)
+            let recorded = settle.clone().after_takeover(policy, lease.grant().takeover);
+            let settled = self.settle(&lease, &recorded, policy, policy.complete_within).await;
+            (ran, settle, recorded, settled)
         };
-        let (ran, settle, settled) = kept.during(work).await;
+        let (ran, settle, recorded, settled) = kept.during(work).await;
         drop(owning);
         if settled == Settled::RolledBack && lease.is_repeatable() {
             return None;
         }
         let Ok(Ran { reply, .. }) = ran else {
             let undone = settled == Settled::Undone;
-            tracing::error!(key = %call.storage_key.log_id(), undone, "a handler panicked");
-            self.settle_later(&lease, settle, policy, &settled);
-            return Some(Conclusion::refused(match undone {
-                true => RejectionKind::RolledBack,
-                false => RejectionKind::HandlerFailed,
+            let untouched = matches!(settle, Settle::Release(Verdict::NoEffect));
+            tracing::error!(key = %call.storage_key.log_id(), undone, untouched, "a handler panicked");
+            self.settle_later(&lease, recorded, policy, &settled);
+            return Some(Conclusion::refused(match (undone, untouched) {
+                (true, _) => RejectionKind::RolledBack,
+                (false, true) => RejectionKind::HandlerFailedUntouched,
+                (false, false) => RejectionKind::HandlerFailed,
             }));
         };
         let conclusion = Self::conclude(reply, &settle, settled.clone(), policy, &lease);
-        self.settle_later(&lease, settle, policy, &settled);
+        self.settle_later(&lease, recorded, policy, &settled);
         Some(conclusion)
     }
 
@@ -496,7 +409,9 @@ impl Engine {
             Ok(RenewOutcome::Renewed | RenewOutcome::Restored) => Ok(sent),
             Ok(RenewOutcome::Lost | RenewOutcome::Unreadable) | Err(_) => {
                 // The handler has not started, so the key can be freed if it is still ours.
-                self.settle_in_background(lease, Settle::Release(Verdict::NoEffect), policy);
+                let settle = Settle::Release(Verdict::NoEffect);
+                let settle = settle.after_takeover(policy, lease.grant().takeover);
+                self.settle_in_background(lease, settle, policy);
                 Err(unavailable())
             }
         }
@@ -534,7 +449,9 @@ impl Engine {
     /// Frees a key whose claim may have reached the store although nobody will run.
     fn give_up(&self, call: &Call, claim: Claim) {
         let lease = unconfirmed(call, &claim);
-        self.settle_in_background(&lease, Settle::Release(Verdict::NoEffect), &call.policy);
+        // Nobody knows what the claim was granted for: it may have been a takeover.
+        let settle = Settle::Release(Verdict::NoEffect).after_takeover(&call.policy, true);
+        self.settle_in_background(&lease, settle, &call.policy);
     }
 
     async fn renew(
@@ -571,10 +488,17 @@ impl Engine {
         lease: &Arc<Lease>,
         policy: &Policy,
         lost: &CancellationToken,
+        marks: &Arc<Marks>,
     ) -> Registered {
         let id = self.0.next_run.fetch_add(1, Ordering::Relaxed);
-        let (lease, lost, since) = (Arc::clone(lease), lost.clone(), Instant::now());
-        self.running().insert(id, Running { lease, policy: *policy, lost, since });
+        let run = Running {
+            lease: Arc::clone(lease),
+            policy: policy.clone(),
+            lost: lost.clone(),
+            since: Instant::now(),
+            marks: Arc::clone(marks),
+        };
+        self.running().insert(id, run);
         self.refresh_gauges();
         Registered { engine: self.clone(), id }
     }
@@ -603,33 +527,22 @@ impl Drop for Registered {
     }
 }
 
-/// A lease, and when it was asked for.
-struct Held {
-    lease: Arc<Lease>,
-    since: Instant,
-}
-
-/// How claiming ended.
-enum Claimed<T> {
-    Lease(Held),
-    StoreDown(Claim),
-    Concluded(Conclusion<T>),
-}
-
-impl<T> Claimed<T> {
-    fn refused(rejection: impl Into<Rejection>) -> Self {
-        Self::Concluded(Conclusion::refused(rejection))
-    }
-}
-
 impl<T> Conclusion<T> {
     fn refused(rejection: impl Into<Rejection>) -> Self {
         Self::Refused(rejection.into())
     }
 
     fn replay(encoded: Bytes) -> Self {
+        Self::stored(encoded, Self::Replay)
+    }
+
+    fn reconciled(encoded: Bytes) -> Self {
+        Self::stored(encoded, Self::Reconciled)
+    }
+
+    fn stored(encoded: Bytes, conclusion: fn(Box<StoredResponse>) -> Self) -> Self {
         match StoredResponse::decode(encoded) {
-            Ok(response) => Self::Replay(Box::new(response)),
+            Ok(response) => conclusion(Box::new(response)),
             Err(error) => {
                 tracing::error!(%error, "a stored response cannot be read");
                 Self::refused(unreadable())
@@ -643,6 +556,7 @@ impl<T> Conclusion<T> {
             Self::NotStored(_) => observe::seen(Seen::NotStored, key, elapsed),
             Self::Unprotected(_) => observe::seen(Seen::Unprotected, key, elapsed),
             Self::Replay(_) => observe::seen(Seen::Replayed, key, elapsed),
+            Self::Reconciled(_) => observe::seen(Seen::Reconciled, key, elapsed),
             Self::Refused(rejection) => observe::concluded(rejection.kind(), key, elapsed),
         }
     }

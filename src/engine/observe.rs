@@ -26,6 +26,8 @@ pub(crate) enum Seen {
     RolledBack,
     /// The stored response was given again.
     Replayed,
+    /// The outcome of an interrupted run was found out, and given for the first time.
+    Reconciled,
     /// The handler ran without protection.
     Unprotected,
 }
@@ -39,6 +41,7 @@ impl Seen {
             Self::NotStored => "not_stored",
             Self::RolledBack => "rolled_back",
             Self::Replayed => "replayed",
+            Self::Reconciled => "reconciled",
             Self::Unprotected => "unprotected",
         }
     }
@@ -54,6 +57,7 @@ pub(crate) fn refusal(kind: &RejectionKind) -> &'static str {
         RejectionKind::OutcomeUnknown => "outcome_unknown",
         RejectionKind::HandlerFailed => "handler_failed",
         RejectionKind::RolledBack => "rolled_back",
+        RejectionKind::HandlerFailedUntouched => "handler_failed_untouched",
         RejectionKind::ResultUnavailable { .. } => "result_unavailable",
         RejectionKind::RequestTooLarge { .. } => "request_too_large",
         RejectionKind::RequestIncomplete => "request_incomplete",
@@ -76,17 +80,19 @@ const LEASES_LOST: &str = "idempotency.leases.lost";
 const TAKEOVERS: &str = "idempotency.takeovers";
 const COMPLETIONS_REFUSED: &str = "idempotency.completions.refused";
 const COMPLETIONS_HEALED: &str = "idempotency.completions.healed";
+const RECONCILIATIONS: &str = "idempotency.reconciliations";
 const STORE_DURATION: &str = "idempotency.store.duration";
 const STORE_ERRORS: &str = "idempotency.store.errors";
 const STORE_RETRIES: &str = "idempotency.store.retries";
 
-const COUNTERS: [(&str, &str); 8] = [
+const COUNTERS: [(&str, &str); 9] = [
     (REQUESTS, "Requests by what became of them"),
     (CLAIMS, "Answers of the store to claims"),
     (LEASES_LOST, "Leases lost while the handler ran"),
     (TAKEOVERS, "Runs that followed one of unknown outcome"),
     (COMPLETIONS_REFUSED, "Answers that came too late to be stored: somebody else holds the key"),
     (COMPLETIONS_HEALED, "Late answers that settled a key"),
+    (RECONCILIATIONS, "Questions to a reconcile hook, by what it found"),
     (STORE_ERRORS, "Calls to the store that failed"),
     (STORE_RETRIES, "Calls to the store that were sent again"),
 ];
@@ -133,6 +139,9 @@ pub(super) fn describe() {
     for name in [LEASES_LOST, TAKEOVERS, COMPLETIONS_REFUSED, COMPLETIONS_HEALED] {
         metrics::counter!(name).increment(0);
     }
+    for found in ["happened", "nothing_happened", "still_unknown"] {
+        metrics::counter!(RECONCILIATIONS, "found" => found).increment(0);
+    }
     oldest(None);
 }
 
@@ -160,9 +169,11 @@ pub(super) fn granted(grant: &Grant) {
 pub(crate) fn seen(seen: Seen, key: StorageKey, elapsed: Duration) {
     ended(seen.name(), elapsed);
     match seen {
-        Seen::Executed | Seen::Released | Seen::RolledBack | Seen::Replayed => tracing::debug!(
-            key = %key.log_id(), outcome = seen.name(), elapsed_ms = elapsed_ms(elapsed), "idempotent request"
-        ),
+        Seen::Executed | Seen::Released | Seen::RolledBack | Seen::Replayed | Seen::Reconciled => {
+            tracing::debug!(
+                key = %key.log_id(), outcome = seen.name(), elapsed_ms = elapsed_ms(elapsed), "idempotent request"
+            )
+        }
         Seen::Unknown | Seen::NotStored | Seen::Unprotected => tracing::warn!(
             key = %key.log_id(), outcome = seen.name(), elapsed_ms = elapsed_ms(elapsed), "idempotent request"
         ),
@@ -175,10 +186,17 @@ pub(super) fn concluded(kind: &RejectionKind, key: StorageKey, elapsed: Duration
     ended(outcome, elapsed);
     let (key, elapsed_ms) = (key.log_id(), elapsed_ms(elapsed));
     match kind {
-        RejectionKind::OutcomeUnknown
-        | RejectionKind::HandlerFailed
-        | RejectionKind::StoreUnavailable
-        | RejectionKind::RecordUnreadable => {
+        RejectionKind::OutcomeUnknown | RejectionKind::HandlerFailed => {
+            // The client is told the same reference.
+            tracing::warn!(
+                key,
+                reference = key,
+                outcome,
+                elapsed_ms,
+                "the outcome of a request is unknown"
+            );
+        }
+        RejectionKind::StoreUnavailable | RejectionKind::RecordUnreadable => {
             tracing::warn!(key, outcome, elapsed_ms, "idempotent request refused");
         }
         RejectionKind::KeyMissing
@@ -191,6 +209,7 @@ pub(super) fn concluded(kind: &RejectionKind, key: StorageKey, elapsed: Duration
         | RejectionKind::ScopeMissing
         | RejectionKind::TooManyWaiting
         | RejectionKind::TooManyInFlight
+        | RejectionKind::HandlerFailedUntouched
         | RejectionKind::RolledBack => {
             tracing::debug!(key, outcome, elapsed_ms, "idempotent request refused");
         }
@@ -209,6 +228,11 @@ pub(crate) fn refused(kind: &RejectionKind, key: Option<StorageKey>) {
     metrics::counter!(REQUESTS, "outcome" => outcome).increment(1);
     let key = key.map(|key| key.log_id());
     tracing::debug!(key, outcome, "idempotent request refused");
+}
+
+/// True if somebody has to find out what happened.
+pub(crate) fn is_unknown(kind: &RejectionKind) -> bool {
+    matches!(kind, RejectionKind::OutcomeUnknown | RejectionKind::HandlerFailed)
 }
 
 /// Counts a request that the layer let pass untouched although it looked at it.
@@ -230,6 +254,10 @@ pub(super) fn completion_refused() {
 
 pub(super) fn completion_healed() {
     metrics::counter!(COMPLETIONS_HEALED).increment(1);
+}
+
+pub(super) fn reconciled(found: &'static str) {
+    metrics::counter!(RECONCILIATIONS, "found" => found).increment(1);
 }
 
 pub(super) fn call_again(verb: &'static str) {

@@ -11,7 +11,10 @@ use super::observe::Seen;
 use super::{Conclusion, Engine, Settle, observe, pause, unavailable};
 use crate::config::{Policy, Recovery};
 use crate::error::{RejectionKind, StoreError, StoreErrorKind};
-use crate::record::{CompleteOutcome, Completion, Release, ReleaseOutcome, Verdict, Writes};
+use crate::mistakes::{Mistake, made};
+use crate::record::{
+    CompleteOutcome, Completion, OnExpired, Release, ReleaseOutcome, Verdict, Writes,
+};
 use crate::store::Lease;
 
 /// What came of recording a run.
@@ -33,6 +36,21 @@ pub(super) enum Settled {
     Unconfirmed,
     /// The store refuses for good.
     Refused,
+}
+
+impl Settle {
+    /// What may be recorded of a run that followed one which may have acted: that nothing happened is
+    /// not for this run to say. The key stays as unknown as it was, so it is not free for another
+    /// request, and the next run is told that it takes over.
+    pub(super) fn after_takeover(self, policy: &Policy, takeover: bool) -> Self {
+        let repeats = policy.recovery.on_expired() == OnExpired::Reexecute;
+        match self {
+            Self::Release(Verdict::NoEffect) if repeats && takeover => {
+                Self::Release(Verdict::Unknown)
+            }
+            Self::Release(_) | Self::Complete { .. } => self,
+        }
+    }
 }
 
 impl Engine {
@@ -155,11 +173,11 @@ impl Engine {
                 Conclusion::refused(RejectionKind::RolledBack)
             }
             (Settled::Superseded(response), _) => Conclusion::replay(response),
-            (Settled::Lost, _) => Conclusion::refused(match policy.recovery {
+            (Settled::Lost, _) => Conclusion::refused(match &policy.recovery {
                 // Somebody settled the key otherwise while the handler ran.
                 Recovery::AtMostOnce => RejectionKind::OutcomeUnknown,
-                // A later run holds the key; its answer will be the one.
-                Recovery::AtLeastOnce => RejectionKind::KeyInUse,
+                // A later run holds the key, or may; its answer will be the one.
+                Recovery::AtLeastOnce | Recovery::Reconcile(_) => RejectionKind::KeyInUse,
             }),
             // There is no answer that a later run could contradict.
             (_, Settle::Release(_)) => Conclusion::NotStored(reply),
@@ -167,13 +185,18 @@ impl Engine {
                 Settled::Unconfirmed | Settled::Refused | Settled::RolledBack,
                 Settle::Complete { .. },
             ) => {
-                match policy.recovery {
+                match &policy.recovery {
                     // What a store may undo can run again, and may then be answered otherwise.
                     _ if lease.is_repeatable() => Conclusion::refused(unavailable()),
                     // Nothing will run again, so the true answer cannot be contradicted later.
                     Recovery::AtMostOnce => Conclusion::NotStored(reply),
                     // A later run may give another answer, so this one must not be given.
-                    Recovery::AtLeastOnce => Conclusion::refused(unavailable()),
+                    Recovery::AtLeastOnce if made(Mistake::AnswerUnstored) => {
+                        Conclusion::NotStored(reply)
+                    }
+                    Recovery::AtLeastOnce | Recovery::Reconcile(_) => {
+                        Conclusion::refused(unavailable())
+                    }
                 }
             }
         }
@@ -196,7 +219,7 @@ impl Engine {
     /// Records in a tracked task, for as long as a lease lasts: after that, retries are told that
     /// the outcome is unknown anyway.
     pub(super) fn settle_in_background(&self, lease: &Arc<Lease>, settle: Settle, policy: &Policy) {
-        let (engine, lease, policy) = (self.clone(), Arc::clone(lease), *policy);
+        let (engine, lease, policy) = (self.clone(), Arc::clone(lease), policy.clone());
         let task = async move {
             engine.settle(&lease, &settle, &policy, policy.terms.lease).await;
         };

@@ -11,10 +11,12 @@ use crate::config::{
     Config, IDEMPOTENCY_KEY, IDEMPOTENCY_STATUS, IDEMPOTENT_REPLAYED, STRIPE_SHOULD_RETRY,
     StoredBodies,
 };
-use crate::engine::{Ran, Settle};
+use crate::engine::{Ran, Settle, observe};
 use crate::error::{Rejection, RejectionKind};
+use crate::mistakes::{Mistake, made};
 use crate::record::{Verdict, Writes};
 use crate::response::StoredResponse;
+use crate::scope::StorageKey;
 
 /// What a handler's run gives to whoever asked.
 #[derive(Debug)]
@@ -32,10 +34,16 @@ pub(super) enum Answer<B, E> {
 }
 
 impl<B, E> Answer<B, E> {
-    pub(super) fn into_response(self, config: &Config) -> Result<Response<ResponseBody<B>>, E> {
+    pub(super) fn into_response(
+        self,
+        config: &Config,
+        key: StorageKey,
+    ) -> Result<Response<ResponseBody<B>>, E> {
         match self {
             Self::Response { response, .. } => Ok(*response),
-            Self::Broken => Ok(refusal(Rejection::new(RejectionKind::HandlerFailed), config)),
+            Self::Broken => {
+                Ok(referenced(Rejection::new(RejectionKind::HandlerFailed), key, config))
+            }
             Self::Error(error) => Err(error),
         }
     }
@@ -61,6 +69,18 @@ pub(super) fn refusal<B>(rejection: Rejection, config: &Config) -> Response<Resp
     let mut response = response.map(ResponseBody::full);
     response.extensions_mut().insert(rejection);
     response
+}
+
+/// A refusal, with what an operator finds the record by if somebody has to find out what happened.
+pub(super) fn referenced<B>(
+    rejection: Rejection,
+    key: StorageKey,
+    config: &Config,
+) -> Response<ResponseBody<B>> {
+    match observe::is_unknown(rejection.kind()) {
+        true => refusal(rejection.with_reference(key.log_id()), config),
+        false => refusal(rejection, config),
+    }
 }
 
 /// Statuses that a handler answers before it does anything.
@@ -175,6 +195,9 @@ fn verdict(head: &mut response::Parts) -> Judgement {
         return Judgement::Release(if unknown { Verdict::Unknown } else { Verdict::NoEffect });
     }
     if NO_EFFECT.contains(&head.status) {
+        return Judgement::Release(Verdict::NoEffect);
+    }
+    if made(Mistake::ErrorsFreeTheKey) && head.status.is_server_error() {
         return Judgement::Release(Verdict::NoEffect);
     }
     match head.status {

@@ -2,7 +2,8 @@
 
 /// What a handler says about its own effect, where the status alone would be misread.
 ///
-/// It travels in the extensions of the handler's response. With axum it is a part of the response:
+/// It travels in the extensions of the handler's response. With axum it is a part of the response, and
+/// stands after the status:
 ///
 /// ```
 /// # #[cfg(feature = "axum")] {

@@ -51,7 +51,12 @@ impl IdempotencyLayer {
         self.engine.store()
     }
 
-    /// Shuts the engine down. See [`Engine::drain`].
+    /// Shuts the engine down: no new claims, running handlers get `grace` to finish, and the keys of
+    /// those that are left are marked as of unknown outcome. Call it after the server has stopped
+    /// accepting, and before the runtime ends.
+    ///
+    /// # Cancel safety
+    /// Dropping the future stops the waiting, not the handlers. See [`Engine::drain`].
     pub async fn drain(&self, grace: Duration) -> Drained {
         self.engine.drain(grace).await
     }

@@ -38,6 +38,8 @@ struct Problem<'a> {
     original_status: Option<u16>,
     #[serde(skip_serializing_if = "Option::is_none")]
     original_location: Option<&'a str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    reference: Option<&'a str>,
     error: ErrorObject<'a>,
 }
 
@@ -64,6 +66,8 @@ struct StripeError<'a> {
     original_status: Option<u16>,
     #[serde(skip_serializing_if = "Option::is_none")]
     original_location: Option<&'a str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    reference: Option<&'a str>,
 }
 
 const INVALID_REQUEST: &str = "invalid_request_error";
@@ -94,6 +98,7 @@ pub(super) fn response(rejection: &Rejection, config: &Config) -> Response<Bytes
                 safe_new_key: advice.safe_new_key,
                 original_status,
                 original_location: original_text,
+                reference: rejection.reference(),
                 error,
             };
             ("application/problem+json", serde_json::to_vec(&problem))
@@ -105,6 +110,7 @@ pub(super) fn response(rejection: &Rejection, config: &Config) -> Response<Bytes
                 safe_new_key: advice.safe_new_key,
                 original_status,
                 original_location: original_text,
+                reference: rejection.reference(),
             };
             ("application/json", serde_json::to_vec(&StripeDocument { error }))
         }
@@ -135,6 +141,7 @@ pub(super) fn response(rejection: &Rejection, config: &Config) -> Response<Bytes
         RejectionKind::KeyReused
         | RejectionKind::OutcomeUnknown
         | RejectionKind::HandlerFailed
+        | RejectionKind::HandlerFailedUntouched
         | RejectionKind::RolledBack
         | RejectionKind::ResultUnavailable { .. }
         | RejectionKind::RequestTooLarge { .. }
@@ -157,6 +164,7 @@ fn original(kind: &RejectionKind) -> (Option<u16>, Option<&HeaderValue>) {
         | RejectionKind::OutcomeUnknown
         | RejectionKind::HandlerFailed
         | RejectionKind::RolledBack
+        | RejectionKind::HandlerFailedUntouched
         | RejectionKind::RequestTooLarge { .. }
         | RejectionKind::RequestIncomplete
         | RejectionKind::StoreUnavailable
@@ -273,6 +281,17 @@ fn advice(kind: &RejectionKind) -> Advice {
             retry: true,
             error_type: API,
         },
+        RejectionKind::HandlerFailedUntouched => Advice {
+            status: StatusCode::INTERNAL_SERVER_ERROR,
+            code: "idempotency_not_executed",
+            title: "Not executed",
+            detail: text(
+                "The request failed before it took effect. Nothing was executed. Send the same request again.",
+            ),
+            safe_new_key: true,
+            retry: true,
+            error_type: API,
+        },
         RejectionKind::ResultUnavailable { .. } => Advice {
             status: StatusCode::CONFLICT,
             code: "idempotency_result_unavailable",
@@ -385,6 +404,7 @@ mod tests {
                 status: StatusCode::CREATED,
                 location: Some(HeaderValue::from_static("/p/1")),
             },
+            RejectionKind::HandlerFailedUntouched,
             RejectionKind::RequestTooLarge { limit: 7 },
             RejectionKind::RequestIncomplete,
             RejectionKind::StoreUnavailable,
@@ -460,6 +480,7 @@ mod tests {
                 row(413, "request_too_large", true, "false"),
                 row(422, "key_reused", false, "false"),
                 row(429, "too_many_in_flight", false, "true"),
+                row(500, "not_executed", true, "true"),
                 row(500, "outcome_unknown", false, "false"),
                 row(500, "rolled_back", false, "true"),
                 row(503, "record_unreadable", false, "true"),

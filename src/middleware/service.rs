@@ -15,7 +15,7 @@ use tokio::time::timeout;
 use tower_service::Service;
 use tracing::Span;
 
-use super::answer::{Answer, judge, refusal};
+use super::answer::{Answer, judge, referenced, refusal};
 use super::body::ResponseBody;
 use super::extension::Replayed;
 use super::future::ResponseFuture;
@@ -26,7 +26,7 @@ use crate::fingerprint::Fingerprints;
 use crate::key::{IdempotencyKey, KeyError};
 use crate::record::Verdict;
 use crate::response::{StoredBody, StoredResponse};
-use crate::scope::{CallerId, DownstreamSeed, StorageKey};
+use crate::scope::{CallerId, DownstreamSeed, Identity, StorageKey};
 
 /// A service whose covered requests run at most once per key. Made by
 /// [`IdempotencyLayer`](super::IdempotencyLayer).
@@ -92,6 +92,7 @@ where
         let names = Names {
             storage_key: StorageKey::new(&identity, &key),
             seed: DownstreamSeed::new(&identity, &key),
+            identity,
             key,
             caller,
             path,
@@ -117,6 +118,7 @@ impl<S> Idempotency<S> {
 /// Who asks for what.
 struct Names {
     storage_key: StorageKey,
+    identity: Identity,
     seed: DownstreamSeed,
     key: IdempotencyKey,
     caller: CallerId,
@@ -175,7 +177,7 @@ where
     ResBody::Data: Send,
     ResBody::Error: Send,
 {
-    let Names { storage_key, seed, key, caller, path } = names;
+    let Names { storage_key, identity, seed, key, caller, path } = names;
     let body = match read_body(body, &config).await {
         Ok(body) => body,
         Err(kind) => {
@@ -186,23 +188,27 @@ where
         }
     };
     let fingerprints = fingerprints(&config, &parts, &path, &body);
-    let policy = config.policy;
+    let policy = config.policy.clone();
     let span = Span::current();
-    let call = Call { key: key.clone(), storage_key, caller, seed, fingerprints, policy, span };
+    let call =
+        Call { key: key.clone(), storage_key, caller, identity, seed, fingerprints, policy, span };
     let mut handler =
         Handler { ready: Some(ready), parts: Some(parts), body, config: Arc::clone(&config) };
     let conclusion = engine.execute(call, move |run| handler.start(run)).await;
     let mut response = match conclusion {
         Conclusion::Ran(answer, Seen::RolledBack) => answer.into_undone(&config)?,
-        Conclusion::Ran(answer, _) => answer.into_response(&config)?,
-        Conclusion::NotStored(answer) => {
-            with_status(answer.into_response(&config)?, HeaderValue::from_static("not-stored"))
-        }
-        Conclusion::Unprotected(answer) => {
-            with_status(answer.into_response(&config)?, HeaderValue::from_static("unprotected"))
-        }
+        Conclusion::Ran(answer, _) => answer.into_response(&config, storage_key)?,
+        Conclusion::NotStored(answer) => with_status(
+            answer.into_response(&config, storage_key)?,
+            HeaderValue::from_static("not-stored"),
+        ),
+        Conclusion::Unprotected(answer) => with_status(
+            answer.into_response(&config, storage_key)?,
+            HeaderValue::from_static("unprotected"),
+        ),
         Conclusion::Replay(stored) => replay(*stored, &config),
-        Conclusion::Refused(rejection) => refusal(rejection, &config),
+        Conclusion::Reconciled(stored) => first(*stored, &config),
+        Conclusion::Refused(rejection) => referenced(rejection, storage_key, &config),
     };
     echo(&mut response, Some(&key));
     Ok(response)
@@ -323,14 +329,23 @@ impl<S> Handler<S> {
 
 /// The original answer again.
 fn replay<B>(stored: StoredResponse, config: &Config) -> Response<ResponseBody<B>> {
+    let is_kept = matches!(stored.body(), StoredBody::Kept(_));
+    let mut response = first(stored, config);
+    if is_kept {
+        response.headers_mut().insert(IDEMPOTENT_REPLAYED, HeaderValue::from_static("true"));
+        response.extensions_mut().insert(Replayed);
+    }
+    response
+}
+
+/// A stored answer that nobody was given before.
+fn first<B>(stored: StoredResponse, config: &Config) -> Response<ResponseBody<B>> {
     let (status, headers, body) = stored.into_parts();
     match body {
         StoredBody::Kept(body) => {
             let mut response = Response::new(ResponseBody::full(body));
             *response.status_mut() = status;
             *response.headers_mut() = headers;
-            response.headers_mut().insert(IDEMPOTENT_REPLAYED, HeaderValue::from_static("true"));
-            response.extensions_mut().insert(Replayed);
             response
         }
         StoredBody::NotKept => {

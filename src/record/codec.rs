@@ -4,7 +4,7 @@
 //!
 //! ```text
 //!  0  1  version (1)
-//!  1  1  state (1 in flight, 2 open, 3 indeterminate, 4 completed)
+//!  1  1  state (1 in flight, 2 open, 3 indeterminate, 4 completed, 5 in flight and untouched)
 //!  2  4  recipe id of the fingerprint
 //!  6 32  digest of the fingerprint
 //! 38 16  holder id
@@ -21,7 +21,7 @@ use std::time::Duration;
 
 use bytes::{Buf, BufMut, Bytes, BytesMut};
 
-use super::{Millis, Record, State, millis};
+use super::{Millis, Progress, Record, State, millis};
 use crate::fingerprint::{Fingerprint, RecipeId};
 use crate::token::{Attempt, Fence, HolderId};
 
@@ -36,6 +36,7 @@ const IN_FLIGHT: u8 = 1;
 const OPEN: u8 = 2;
 const INDETERMINATE: u8 = 3;
 const COMPLETED: u8 = 4;
+const UNTOUCHED: u8 = 5;
 
 /// What a store found under a storage key.
 #[derive(Clone, Debug, Eq, PartialEq)]
@@ -78,7 +79,13 @@ impl Record {
     #[must_use]
     pub fn encode(&self) -> Bytes {
         let (state, at, lease, response) = match &self.state {
-            State::InFlight { until, lease } => (IN_FLIGHT, *until, millis(*lease), None),
+            State::InFlight { until, lease, progress } => {
+                let state = match progress {
+                    Progress::MayHaveActed => IN_FLIGHT,
+                    Progress::Untouched => UNTOUCHED,
+                };
+                (state, *until, millis(*lease), None)
+            }
             State::Open { since } => (OPEN, *since, 0, None),
             State::Indeterminate { since } => (INDETERMINATE, *since, 0, None),
             State::Completed { at, response } => (COMPLETED, *at, 0, Some(response)),
@@ -132,7 +139,8 @@ impl Record {
         }
         let checkpoint = bytes.split_to(checkpoint_length);
         let state = match state {
-            IN_FLIGHT => State::InFlight { until: at, lease },
+            IN_FLIGHT => State::InFlight { until: at, lease, progress: Progress::MayHaveActed },
+            UNTOUCHED => State::InFlight { until: at, lease, progress: Progress::Untouched },
             OPEN => State::Open { since: at },
             INDETERMINATE => State::Indeterminate { since: at },
             COMPLETED if !bytes.is_empty() => State::Completed { at, response: bytes.split_off(0) },

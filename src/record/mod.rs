@@ -24,14 +24,17 @@
 mod codec;
 #[cfg(test)]
 mod tests;
+mod verbs;
 
 use std::time::Duration;
 
 use bytes::Bytes;
 
 pub use codec::{Current, HEADER_LENGTH, Unreadable};
+pub use verbs::*;
 
-use crate::fingerprint::{Comparison, Fingerprint, Fingerprints};
+use crate::fingerprint::{Comparison, Fingerprint};
+use crate::mistakes::{Mistake, made};
 use crate::token::{Attempt, Fence, HolderId};
 
 /// A moment on the store's clock, in milliseconds since 1970.
@@ -80,6 +83,29 @@ pub enum OnExpired {
     Reexecute,
 }
 
+/// Where in a handler effects may happen.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+#[non_exhaustive]
+pub enum Effects {
+    /// Anywhere: an attempt that dies may have had its effect.
+    #[default]
+    Anywhere,
+    /// Only behind a checkpoint: an attempt that dies before its first one has done nothing, and
+    /// its key is free again. **The handler must not touch anything before
+    /// [`Execution::checkpoint`](crate::Execution::checkpoint) has succeeded.**
+    Marked,
+}
+
+/// How far an attempt in flight may have come.
+#[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
+#[expect(clippy::exhaustive_enums, reason = "an effect may have happened, or not")]
+pub enum Progress {
+    /// Nothing has happened: its effects are [marked](Effects::Marked), and none was.
+    Untouched,
+    /// The effect may have happened.
+    MayHaveActed,
+}
+
 /// Everything a store keeps under one storage key.
 #[derive(Clone, Debug, Eq, PartialEq)]
 #[expect(clippy::exhaustive_structs, reason = "the format is versioned by its codec")]
@@ -110,6 +136,8 @@ pub enum State {
         until: Millis,
         /// How long it was granted for.
         lease: Duration,
+        /// How far its holder may have come.
+        progress: Progress,
     },
     /// Its holder said that nothing happened: the key is free again.
     Open {
@@ -128,244 +156,6 @@ pub enum State {
         /// The encoded [`StoredResponse`](crate::StoredResponse).
         response: Bytes,
     },
-}
-
-/// The plain part of a lease: who holds what.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-#[expect(clippy::exhaustive_structs, reason = "stores outside this crate build it")]
-pub struct Owner {
-    /// Who holds the claim.
-    pub holder: HolderId,
-    /// The request's fingerprints.
-    pub fingerprints: Fingerprints,
-    /// Which run this is.
-    pub attempt: Attempt,
-    /// The fence of this run.
-    pub fence: Fence,
-    /// When the first claim was made.
-    pub created: Millis,
-}
-
-/// Arguments of `claim`.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-#[expect(clippy::exhaustive_structs, reason = "stores outside this crate are handed it in tests")]
-pub struct Claim {
-    /// Who claims; the same over all repetitions of one claim.
-    pub holder: HolderId,
-    /// The request's fingerprints.
-    pub fingerprints: Fingerprints,
-    /// How long things last.
-    pub terms: Terms,
-    /// What may happen to a key whose lease ran out.
-    pub on_expired: OnExpired,
-}
-
-/// What a granted claim gives.
-#[derive(Clone, Debug, Eq, PartialEq)]
-#[expect(clippy::exhaustive_structs, reason = "stores outside this crate build it")]
-pub struct Grant {
-    /// Which run this is.
-    pub attempt: Attempt,
-    /// The fence of this run.
-    pub fence: Fence,
-    /// When the first claim was made.
-    pub created: Millis,
-    /// True if an earlier attempt may have had its effect. Also true for any later attempt whose
-    /// first reply was lost, as the record does not keep which of the two it was.
-    pub takeover: bool,
-    /// What an earlier attempt noted down; empty if nothing.
-    pub checkpoint: Bytes,
-}
-
-/// What came of a claim; `G` is what a granted one gives.
-#[derive(Clone, Debug, Eq, PartialEq)]
-#[expect(clippy::exhaustive_enums, reason = "a new outcome must break every match")]
-pub enum ClaimOutcome<G> {
-    /// The claim is granted: run the handler.
-    Acquired(G),
-    /// Another attempt is running.
-    InFlight {
-        /// What is left of its lease.
-        remaining: Duration,
-    },
-    /// There is an answer: the encoded stored response.
-    Completed(Bytes),
-    /// The key was used with another request.
-    Mismatch,
-    /// The effect may have happened, and nothing may run.
-    Indeterminate(Unsettled),
-    /// The record cannot be read or compared, so nothing may run.
-    Unreadable,
-}
-
-impl<G> ClaimOutcome<G> {
-    /// The same outcome with another kind of grant.
-    pub fn map<H>(self, grant: impl FnOnce(G) -> H) -> ClaimOutcome<H> {
-        match self {
-            Self::Acquired(given) => ClaimOutcome::Acquired(grant(given)),
-            Self::InFlight { remaining } => ClaimOutcome::InFlight { remaining },
-            Self::Completed(response) => ClaimOutcome::Completed(response),
-            Self::Mismatch => ClaimOutcome::Mismatch,
-            Self::Indeterminate(unsettled) => ClaimOutcome::Indeterminate(unsettled),
-            Self::Unreadable => ClaimOutcome::Unreadable,
-        }
-    }
-}
-
-/// An attempt whose outcome nobody knows; what `resolve` has to name.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-#[expect(clippy::exhaustive_structs, reason = "stores outside this crate build it")]
-pub struct Unsettled {
-    /// Its holder.
-    pub holder: HolderId,
-    /// Its number.
-    pub attempt: Attempt,
-    /// Its fence: raise it at the resource before looking there.
-    pub fence: Fence,
-}
-
-/// Arguments of `renew`.
-#[derive(Clone, Debug, Eq, PartialEq)]
-#[expect(clippy::exhaustive_structs, reason = "stores outside this crate are handed it in tests")]
-pub struct Renewal {
-    /// How long things last.
-    pub terms: Terms,
-    /// A new checkpoint, if there is one.
-    pub checkpoint: Option<Bytes>,
-}
-
-/// What came of a renewal.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-#[expect(clippy::exhaustive_enums, reason = "a new outcome must break every match")]
-pub enum RenewOutcome {
-    /// The lease is extended.
-    Renewed,
-    /// The store had lost the record; it is written again.
-    Restored,
-    /// Somebody else holds the key, or it is settled.
-    Lost,
-    /// The record cannot be read.
-    Unreadable,
-}
-
-/// Arguments of `complete`.
-#[derive(Clone, Debug, Eq, PartialEq)]
-#[expect(clippy::exhaustive_structs, reason = "stores outside this crate are handed it in tests")]
-pub struct Completion {
-    /// How long things last.
-    pub terms: Terms,
-    /// The encoded stored response.
-    pub response: Bytes,
-    /// What becomes of the handler's writes, where the store holds them. This module, and every
-    /// store that keeps nothing but records, does the same whatever it says.
-    pub writes: Writes,
-}
-
-/// What an answer means for what the handler wrote through the store's transaction.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-#[expect(clippy::exhaustive_enums, reason = "there is no third thing to do with writes")]
-pub enum Writes {
-    /// They are committed together with the response.
-    Keep,
-    /// They are undone, and the response is stored: a refusal leaves no half of an operation.
-    Undo,
-    /// They are undone, nothing is stored, and the key is free: the operation may be tried again.
-    RollBack,
-}
-
-/// What came of a completion.
-#[derive(Clone, Debug, Eq, PartialEq)]
-#[expect(clippy::exhaustive_enums, reason = "a new outcome must break every match")]
-pub enum CompleteOutcome {
-    /// The response is stored, now or by an earlier sending of the same completion.
-    Stored,
-    /// Stored, although the outcome had been declared unknown: nobody else ran, so it is the truth.
-    Healed,
-    /// The store had lost the record; it is written again, with the response.
-    Restored,
-    /// Another attempt at the same request was first; this is its response.
-    Superseded(Bytes),
-    /// The key holds the answer to another request.
-    Mismatch,
-    /// Somebody else holds the key, or it was settled.
-    Lost,
-    /// The record cannot be read.
-    Unreadable,
-    /// The store undid everything that the handler wrote through it, and the key is free. Only a
-    /// store that holds the handler's transaction says this: because [`Writes::RollBack`] asked for
-    /// it, or because the transaction cannot be committed as it is.
-    RolledBack,
-}
-
-/// What a holder knows of its effect when it gives a claim up.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-#[expect(clippy::exhaustive_enums, reason = "there is no third thing to know")]
-pub enum Verdict {
-    /// Nothing happened: the key is free again, also for a corrected body.
-    NoEffect,
-    /// The effect may have happened.
-    Unknown,
-}
-
-/// Arguments of `release`.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-#[expect(clippy::exhaustive_structs, reason = "stores outside this crate are handed it in tests")]
-pub struct Release {
-    /// How long things last.
-    pub terms: Terms,
-    /// What the holder knows.
-    pub verdict: Verdict,
-}
-
-/// What came of a release.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-#[expect(clippy::exhaustive_enums, reason = "a new outcome must break every match")]
-pub enum ReleaseOutcome {
-    /// The claim is given up, now or by an earlier sending of the same release.
-    Released,
-    /// The claim was not held any more; nothing was changed.
-    NotHeld,
-    /// The record cannot be read.
-    Unreadable,
-    /// The store undid everything that the handler wrote through it, and the key is free, whatever
-    /// the holder knew. Only a store that holds the handler's transaction says this.
-    RolledBack,
-}
-
-/// Arguments of `resolve`: an outcome that somebody found out.
-#[derive(Clone, Debug, Eq, PartialEq)]
-#[expect(clippy::exhaustive_structs, reason = "stores outside this crate are handed it in tests")]
-pub struct Resolution {
-    /// The holder whose outcome is unknown.
-    pub holder: HolderId,
-    /// Its attempt.
-    pub attempt: Attempt,
-    /// What happened.
-    pub finding: Finding,
-    /// How long things last.
-    pub terms: Terms,
-}
-
-/// What an operator or a hook found out.
-#[derive(Clone, Debug, Eq, PartialEq)]
-#[expect(clippy::exhaustive_enums, reason = "there is no third thing to find")]
-pub enum Finding {
-    /// The effect happened; this encoded response answers for it.
-    Happened(Bytes),
-    /// Nothing happened, and the old attempt cannot act any more.
-    NothingHappened,
-}
-
-/// What came of a resolution.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-#[expect(clippy::exhaustive_enums, reason = "a new outcome must break every match")]
-pub enum ResolveOutcome {
-    /// The outcome is settled, now or by an earlier sending of the same resolution.
-    Resolved,
-    /// The record is not in the state that was judged any more; nothing was changed.
-    Changed,
-    /// The record cannot be read.
-    Unreadable,
 }
 
 /// A change of the record and the outcome that is told.
@@ -415,6 +205,9 @@ impl Terms {
     /// When a record in flight may be forgotten: long after its lease, so that a crash that nobody
     /// retries for a day is still known.
     fn forget_in_flight(&self, now: Millis) -> Expires {
+        if made(Mistake::OneTime) {
+            return Expires::At(now.after(self.lease));
+        }
         Expires::At(now.after(self.lease).after(self.unknown_retention))
     }
 
@@ -422,8 +215,8 @@ impl Terms {
         Expires::At(now.after(self.retention))
     }
 
-    fn in_flight(&self, now: Millis) -> State {
-        State::InFlight { until: now.after(self.lease), lease: self.lease }
+    fn in_flight(&self, now: Millis, progress: Progress) -> State {
+        State::InFlight { until: now.after(self.lease), lease: self.lease, progress }
     }
 }
 
@@ -446,10 +239,15 @@ fn lease_is_over(now: Millis, until: Millis, lease: Duration) -> bool {
 pub fn claim(current: Current, now: Millis, claim: &Claim) -> Step<ClaimOutcome<Grant>> {
     let record = match current {
         Current::Absent => return grant_first(now, claim),
+        Current::Unreadable(_) if made(Mistake::UnreadableIsAbsent) => {
+            return grant_first(now, claim);
+        }
         Current::Unreadable(_) => return keep(ClaimOutcome::Unreadable),
         Current::Present(record) => record,
     };
-    if !matches!(record.state, State::Open { .. }) {
+    let unjudged =
+        made(Mistake::StateBeforeRequest) && matches!(record.state, State::InFlight { .. });
+    if !matches!(record.state, State::Open { .. }) && !unjudged {
         match claim.fingerprints.compare(record.fingerprint) {
             Comparison::Same => {}
             Comparison::Different => return keep(ClaimOutcome::Mismatch),
@@ -458,11 +256,15 @@ pub fn claim(current: Current, now: Millis, claim: &Claim) -> Step<ClaimOutcome<
     }
     let mine = record.is_held_by(claim.holder);
     match record.state {
-        State::InFlight { .. } if mine => grant_again(record, now, claim),
-        State::InFlight { until, lease } if !lease_is_over(now, until, lease) => {
+        State::InFlight { progress, .. } if mine => grant_again(record, now, claim, progress),
+        State::InFlight { until, lease, .. } if !lease_is_over(now, until, lease) => {
             keep(ClaimOutcome::InFlight { remaining: until.since(now) })
         }
-        State::InFlight { .. } => match claim.on_expired {
+        // It died before it did anything: the key is as free as after its own word.
+        State::InFlight { progress: Progress::Untouched, .. } => {
+            grant_next(record, now, claim, false)
+        }
+        State::InFlight { progress: Progress::MayHaveActed, .. } => match claim.on_expired {
             OnExpired::Refuse => {
                 let unsettled = Unsettled::of(&record);
                 let record = Record { state: State::Indeterminate { since: now }, ..record };
@@ -483,7 +285,17 @@ pub fn claim(current: Current, now: Millis, claim: &Claim) -> Step<ClaimOutcome<
 
 impl Unsettled {
     fn of(record: &Record) -> Self {
-        Self { holder: record.holder, attempt: record.attempt, fence: record.fence }
+        let Record { holder, attempt, fence, .. } = *record;
+        Self { holder, attempt, fence, checkpoint: record.checkpoint.clone() }
+    }
+}
+
+impl Effects {
+    fn at_start(self) -> Progress {
+        match self {
+            Self::Anywhere => Progress::MayHaveActed,
+            Self::Marked => Progress::Untouched,
+        }
     }
 }
 
@@ -495,16 +307,21 @@ fn grant_first(now: Millis, claim: &Claim) -> Step<ClaimOutcome<Grant>> {
         fence: Fence::from_number(now.0.min(Fence::MAX.number())),
         created: now,
         checkpoint: Bytes::new(),
-        state: claim.terms.in_flight(now),
+        state: claim.terms.in_flight(now, claim.effects.at_start()),
     };
     grant(record, now, claim, false)
 }
 
-fn grant_again(record: Record, now: Millis, claim: &Claim) -> Step<ClaimOutcome<Grant>> {
+fn grant_again(
+    record: Record,
+    now: Millis,
+    claim: &Claim,
+    progress: Progress,
+) -> Step<ClaimOutcome<Grant>> {
     // The record does not say what the first reply said. Calling a free run a takeover costs the
     // handler a look; the other way round costs a second effect.
     let takeover = record.attempt > Attempt::FIRST;
-    let record = Record { state: claim.terms.in_flight(now), ..record };
+    let record = Record { state: claim.terms.in_flight(now, progress), ..record };
     grant(record, now, claim, takeover)
 }
 
@@ -514,13 +331,16 @@ fn grant_next(
     claim: &Claim,
     takeover: bool,
 ) -> Step<ClaimOutcome<Grant>> {
+    // What an earlier attempt may have done is not undone by one that has not begun.
+    let may_have = takeover && !made(Mistake::TakeoverIsUntouched);
+    let progress = if may_have { Progress::MayHaveActed } else { claim.effects.at_start() };
     let fence = record.fence.number().saturating_add(1).max(now.0).min(Fence::MAX.number());
     let record = Record {
         fingerprint: claim.fingerprints.current(),
         holder: claim.holder,
         attempt: record.attempt.next(),
         fence: Fence::from_number(fence),
-        state: claim.terms.in_flight(now),
+        state: claim.terms.in_flight(now, progress),
         ..record
     };
     grant(record, now, claim, takeover)
@@ -547,11 +367,20 @@ pub fn renew(
 ) -> Step<RenewOutcome> {
     let terms = &renewal.terms;
     let (record, outcome) = match current {
-        Current::Absent => (owner.lost_record(terms.in_flight(now)), RenewOutcome::Restored),
+        Current::Absent => {
+            // Whether it has acted is lost with the record.
+            let state = terms.in_flight(now, Progress::MayHaveActed);
+            (owner.lost_record(state), RenewOutcome::Restored)
+        }
         Current::Unreadable(_) => return keep(RenewOutcome::Unreadable),
         Current::Present(record) => match record.state {
-            State::InFlight { .. } if record.is_held_by(owner.holder) => {
-                (Record { state: terms.in_flight(now), ..record }, RenewOutcome::Renewed)
+            State::InFlight { progress, .. } if record.is_held_by(owner.holder) => {
+                // What follows a checkpoint may be the effect.
+                let progress = match renewal.checkpoint {
+                    Some(_) => Progress::MayHaveActed,
+                    None => progress,
+                };
+                (Record { state: terms.in_flight(now, progress), ..record }, RenewOutcome::Renewed)
             }
             State::InFlight { .. }
             | State::Open { .. }
@@ -595,6 +424,10 @@ pub fn complete(
         Current::Unreadable(_) => return keep(CompleteOutcome::Unreadable),
         Current::Present(record) => record,
     };
+    if made(Mistake::CompleteByAnybody) {
+        let record = Record { state, holder: owner.holder, ..record };
+        return write(record, completion.terms.forget_settled(now), CompleteOutcome::Stored);
+    }
     let mine = record.is_held_by(owner.holder);
     let outcome = match &record.state {
         State::InFlight { .. } if mine => CompleteOutcome::Stored,
@@ -606,6 +439,9 @@ pub fn complete(
         State::Completed { response, .. } => {
             return keep(match owner.fingerprints.compare(record.fingerprint) {
                 Comparison::Same => CompleteOutcome::Superseded(response.clone()),
+                Comparison::Different if made(Mistake::LoserComparesNothing) => {
+                    CompleteOutcome::Superseded(response.clone())
+                }
                 Comparison::Different | Comparison::UnknownRecipe => CompleteOutcome::Mismatch,
             });
         }
@@ -631,6 +467,10 @@ pub fn release(
         Current::Unreadable(_) => return keep(ReleaseOutcome::Unreadable),
         Current::Present(record) => record,
     };
+    if made(Mistake::ReleaseByAnybody) {
+        let record = Record { state: State::Open { since: now }, ..record };
+        return write(record, release.terms.forget_settled(now), ReleaseOutcome::Released);
+    }
     if !record.is_held_by(owner.holder) {
         return keep(ReleaseOutcome::NotHeld);
     }
@@ -660,16 +500,17 @@ pub fn resolve(current: Current, now: Millis, resolution: &Resolution) -> Step<R
         Current::Unreadable(_) => return keep(ResolveOutcome::Unreadable),
         Current::Present(record) => record,
     };
-    if record.attempt != resolution.attempt {
+    let anything = made(Mistake::ResolveAnything);
+    if record.attempt != resolution.attempt && !anything {
         return keep(ResolveOutcome::Changed);
     }
     let unknown = match record.state {
         State::Indeterminate { .. } => true,
         // Unknown too, only that nobody has claimed it since.
-        State::InFlight { until, lease } => lease_is_over(now, until, lease),
+        State::InFlight { until, lease, .. } => lease_is_over(now, until, lease),
         State::Open { .. } | State::Completed { .. } => false,
     };
-    if unknown && record.is_held_by(resolution.holder) {
+    if unknown && record.is_held_by(resolution.holder) || anything {
         let state = match &resolution.finding {
             Finding::Happened(response) => State::Completed { at: now, response: response.clone() },
             Finding::NothingHappened => State::Open { since: now },

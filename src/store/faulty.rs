@@ -322,7 +322,7 @@ impl<S: Store> Store for Faulty<S> {
 mod tests {
     use super::*;
     use crate::fingerprint::{Fingerprint, Fingerprints, RecipeId};
-    use crate::record::{OnExpired, Terms};
+    use crate::record::{Effects, OnExpired, Terms};
     use crate::store::MemoryStore;
     use crate::token::HolderId;
 
@@ -336,6 +336,7 @@ mod tests {
             fingerprints: Fingerprints::one(print),
             terms: Terms { lease: minute, retention: minute, unknown_retention: minute },
             on_expired: OnExpired::Refuse,
+            effects: Effects::Anywhere,
         }
     }
 

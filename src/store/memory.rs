@@ -313,7 +313,7 @@ mod tests {
     use super::*;
     use crate::fingerprint::{Fingerprint, Fingerprints, RecipeId};
     use crate::key::{IdempotencyKey, KeySyntax};
-    use crate::record::{Finding, OnExpired, Terms, Verdict, Writes};
+    use crate::record::{Effects, Finding, OnExpired, Terms, Verdict, Writes};
     use crate::token::{Attempt, HolderId};
 
     const TERMS: Terms = Terms {
@@ -331,7 +331,8 @@ mod tests {
     fn claim_of(holder: HolderId) -> Claim {
         let fingerprint = Fingerprint::from_stored(RecipeId::from_bytes([1; 4]), [7; 32]);
         let fingerprints = Fingerprints::one(fingerprint);
-        Claim { holder, fingerprints, terms: TERMS, on_expired: OnExpired::Refuse }
+        let (on_expired, effects) = (OnExpired::Refuse, Effects::Anywhere);
+        Claim { holder, fingerprints, terms: TERMS, on_expired, effects }
     }
 
     async fn claim(store: &MemoryStore, key: StorageKey) -> ClaimOutcome<Lease> {

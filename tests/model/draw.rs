@@ -7,8 +7,8 @@ use bytes::Bytes;
 use rand::Rng as _;
 use rand::seq::IndexedRandom as _;
 use tower_idempotency::record::{
-    Claim, Completion, Finding, Grant, Millis, OnExpired, Record, Release, Renewal, Resolution,
-    State, Terms, Verdict, Writes,
+    Claim, Completion, Effects, Finding, Grant, Millis, OnExpired, Progress, Record, Release,
+    Renewal, Resolution, State, Terms, Verdict, Writes,
 };
 use tower_idempotency::{Attempt, Fence, Fingerprint, Fingerprints, HolderId, Lease, RecipeId};
 
@@ -44,7 +44,13 @@ impl Sequence {
         let leases = [TINY, Duration::from_secs(10 * MINUTE), Duration::from_secs(80 * MINUTE)];
         let at = Millis(*moments.choose(&mut self.random).unwrap());
         let state = match self.random.random_range(0..4) {
-            0 => State::InFlight { until: at, lease: *leases.choose(&mut self.random).unwrap() },
+            0 => State::InFlight {
+                until: at,
+                lease: *leases.choose(&mut self.random).unwrap(),
+                progress: *[Progress::MayHaveActed, Progress::Untouched]
+                    .choose(&mut self.random)
+                    .unwrap(),
+            },
             1 => State::Open { since: at },
             2 => State::Indeterminate { since: at },
             _ => State::Completed { at, response: self.draw_bytes(1) },
@@ -129,6 +135,7 @@ impl Sequence {
             on_expired: *[OnExpired::Refuse, OnExpired::Reexecute]
                 .choose(&mut self.random)
                 .unwrap(),
+            effects: *[Effects::Anywhere, Effects::Marked].choose(&mut self.random).unwrap(),
         }
     }
 

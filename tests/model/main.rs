@@ -1,19 +1,20 @@
 //! The stores agree with the protocol.
 //!
 //! Thousands of random sequences of operations run against three worlds at once: the protocol as a
-//! pure function over encoded bytes, the memory store, and Redis. Every outcome is compared, and for
-//! Redis the stored bytes and the time to live as well.
+//! pure function over encoded bytes, the memory store, and Redis, PostgreSQL or SQLite. Every outcome
+//! is compared, and for the servers the stored bytes and the time to live as well.
 //!
 //! Real time passes, and still nothing depends on it: every lease and every retention is either a
 //! millisecond, and over by the next round, or many minutes. Only the numbers that are times
 //! (fences, moments, what is left of a lease) are compared with a tolerance, and then taken over
-//! from Redis, so that the model goes on from what is really stored.
+//! from the server, so that the model goes on from what is really stored.
 //!
 //! `TOWER_IDEMPOTENCY_SEED` repeats a run; `TOWER_IDEMPOTENCY_SEQUENCES` makes it longer.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on panics")]
 #![allow(clippy::wildcard_enum_match_arm, reason = "what was not expected is printed")]
 
+mod door;
 mod draw;
 #[path = "../support/mod.rs"]
 mod support;
@@ -22,20 +23,27 @@ use std::env;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use bytes::Bytes;
+use door::{Door, Stored};
 use draw::Operation;
 use futures_util::future::join_all;
 use rand::rngs::StdRng;
 use rand::{Rng as _, SeedableRng as _};
+use support::postgres::PostgresServer;
 use support::redis::RedisServer;
 use tower_idempotency::record::{
-    self, Change, ClaimOutcome, CompleteOutcome, Current, Expires, Grant, Millis, Record, State,
-    Step, Unsettled,
+    self, Change, ClaimOutcome, CompleteOutcome, Current, Expires, Grant, Millis, Progress, Record,
+    State, Step, Unsettled,
 };
-use tower_idempotency::store::redis::redis::aio::MultiplexedConnection;
-use tower_idempotency::store::redis::redis::{self, Value};
-use tower_idempotency::{Fence, HolderId, Lease, MemoryStore, RedisStore, StorageKey, Store};
+use tower_idempotency::store::redis::redis;
+use tower_idempotency::store::sql::sqlx;
+use tower_idempotency::{
+    Fence, HolderId, Lease, MemoryStore, PostgresLeaseStore, RedisStore, SqliteLeaseStore,
+    StorageKey, Store,
+};
 
 const SEQUENCES: usize = 2_000;
+/// Fewer: each verb is a transaction there, and the rules are the same code.
+const SEQUENCES_IN_TABLES: usize = 400;
 const ROUNDS: usize = 14;
 
 /// Long enough for a millisecond to be over on any of the clocks.
@@ -54,20 +62,49 @@ const MINUTE: u64 = 60;
 const PUT_FOR: Duration = Duration::from_secs(200 * MINUTE);
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn the_stores_agree_with_the_protocol() {
-    let seed = env::var("TOWER_IDEMPOTENCY_SEED")
-        .map_or_else(|_| rand::random(), |seed| seed.parse().expect("a seed is a number"));
-    let sequences = env::var("TOWER_IDEMPOTENCY_SEQUENCES")
-        .map_or(SEQUENCES, |count| count.parse().expect("a count is a number"));
-    println!("TOWER_IDEMPOTENCY_SEED={seed}");
-
+async fn redis_and_memory_agree_with_the_protocol() {
     let server = RedisServer::start();
     // Thousands of calls at once on a busy machine are not what the usual limit is for.
     let patient = RedisStore::builder().call_timeout(Duration::from_secs(60));
     let store = patient.connect(&server.url()).await.unwrap();
     let client = redis::Client::open(server.url()).unwrap();
     let config = redis::AsyncConnectionConfig::new().set_response_timeout(None);
-    let raw = client.get_multiplexed_async_connection_with_config(&config).await.unwrap();
+    let door = client.get_multiplexed_async_connection_with_config(&config).await.unwrap();
+    let sequences = run(&store, Door::Redis(door), SEQUENCES).await;
+    println!("{sequences} sequences");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn postgres_agrees_with_the_protocol() {
+    let (_server, url) = PostgresServer::shared();
+    let store = PostgresLeaseStore::connect(&url).await.unwrap();
+    store.migrate().await.unwrap();
+    run(&store, Door::Postgres(store.pool().clone()), SEQUENCES_IN_TABLES).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn sqlite_agrees_with_the_protocol() {
+    let folder = tempfile::tempdir().unwrap();
+    // One connection: all of them would only queue for the one lock.
+    let options = sqlx::sqlite::SqliteConnectOptions::new()
+        .filename(folder.path().join("test.db"))
+        .create_if_missing(true)
+        .journal_mode(sqlx::sqlite::SqliteJournalMode::Wal);
+    let pool = sqlx::sqlite::SqlitePoolOptions::new().max_connections(1);
+    let pool = pool.connect_with(options).await.unwrap();
+    let store = SqliteLeaseStore::from_pool(pool.clone()).await.unwrap();
+    store.migrate().await.unwrap();
+    run(&store, Door::Sqlite(pool), SEQUENCES_IN_TABLES).await;
+}
+
+/// Runs so many sequences, unless the environment asks for others.
+async fn run(store: &dyn Store, door: Door, usual: usize) -> usize {
+    let seed = env::var("TOWER_IDEMPOTENCY_SEED")
+        .map_or_else(|_| rand::random(), |seed| seed.parse().expect("a seed is a number"));
+    let sequences = env::var("TOWER_IDEMPOTENCY_SEQUENCES")
+        .map_or(usual, |count| count.parse().expect("a count is a number"));
+    println!("TOWER_IDEMPOTENCY_SEED={seed}");
+
     let memory = MemoryStore::builder().max_records(sequences + 1).build().unwrap();
 
     let mut worlds: Vec<Sequence> =
@@ -75,11 +112,11 @@ async fn the_stores_agree_with_the_protocol() {
     let mut seen = Seen::default();
     for round in 0..ROUNDS {
         let steps = worlds.iter_mut().map(|sequence| {
-            let mut raw = raw.clone();
-            let (store, memory) = (&store, &memory);
+            let mut door = door.clone();
+            let memory = &memory;
             async move {
                 let named = format!("seed {seed}, sequence {}, round {round}", sequence.number);
-                sequence.step(store, memory, &mut raw, &named).await
+                sequence.step(store, memory, &mut door, &named).await
             }
         });
         for outcome in join_all(steps).await {
@@ -87,9 +124,10 @@ async fn the_stores_agree_with_the_protocol() {
         }
         tokio::time::sleep(BETWEEN_ROUNDS).await;
     }
-    if sequences >= SEQUENCES {
+    if sequences >= usual {
         seen.assert_everything_was_reached();
     }
+    sequences
 }
 
 /// Which outcomes came up: a test that never gets somewhere proves nothing about it.
@@ -105,6 +143,7 @@ impl Seen {
         for expected in [
             "claim Acquired takeover=false",
             "claim Acquired takeover=true",
+            "claim Acquired untouched",
             "claim InFlight",
             "claim Completed",
             "claim Mismatch",
@@ -173,19 +212,15 @@ impl Sequence {
         }
     }
 
-    fn name(&self) -> String {
-        format!("idem:{{{}}}", self.key.to_text())
-    }
-
     async fn step(
         &mut self,
-        store: &RedisStore,
+        store: &dyn Store,
         memory: &MemoryStore,
-        raw: &mut MultiplexedConnection,
+        door: &mut Door,
         named: &str,
     ) -> String {
         if self.with_garbage && self.random.random_bool(0.3) {
-            self.put_something(raw).await;
+            self.put_something(door).await;
         }
         if self.leases.is_empty() || self.random.random_bool(0.1) {
             self.make_up_a_lease();
@@ -193,14 +228,17 @@ impl Sequence {
         let operation = self.draw_operation();
         let now = now();
         let before = self.held.clone();
+        let name = store.name();
         let context = format!("{named}, before: {}, operation: {operation:?}", show(&before));
 
         let (change, outcome) = match &operation {
             Operation::Claim(claim) => {
                 let Step { change, outcome } = record::claim(self.current(now), now, claim);
-                let redis = store.claim(self.key, claim).await.expect(&context);
+                let told = store.claim(self.key, claim).await.expect(&context);
                 let previous = self.record_held(now).map(|record| record.fence);
-                assert_claims_agree("redis", &outcome, &redis, Some(previous), now, &context);
+                let freed =
+                    self.record_held(now).is_some_and(|record| is_freed_by(&record, &outcome));
+                assert_claims_agree(name, &outcome, &told, Some(previous), now, &context);
                 let memory = match self.with_garbage {
                     true => None,
                     false => Some(memory.claim(self.key, claim).await.expect(&context)),
@@ -209,20 +247,20 @@ impl Sequence {
                     // Its fences are its own, and about as great.
                     assert_claims_agree("memory", &outcome, memory, None, now, &context);
                 }
-                if let ClaimOutcome::Acquired(lease) = redis {
+                if let ClaimOutcome::Acquired(lease) = told {
                     let twin = match memory {
                         Some(ClaimOutcome::Acquired(twin)) => twin,
                         _ => lease.clone(),
                     };
                     self.leases.push((lease, twin));
                 }
-                (change, name_of_claim(&outcome))
+                (change, name_of_claim(&outcome, freed))
             }
             Operation::Renew(of, renewal) => {
                 let (lease, twin) = &self.leases[*of];
                 let step = record::renew(self.current(now), now, lease.owner(), renewal);
-                let redis = store.renew(lease, renewal).await.expect(&context);
-                assert_eq!(redis, step.outcome, "redis, {context}");
+                let told = store.renew(lease, renewal).await.expect(&context);
+                assert_eq!(told, step.outcome, "{name}, {context}");
                 if !self.with_garbage {
                     let memory = memory.renew(twin, renewal).await.expect(&context);
                     assert_eq!(memory, step.outcome, "memory, {context}");
@@ -232,8 +270,8 @@ impl Sequence {
             Operation::Complete(of, completion) => {
                 let (lease, twin) = &self.leases[*of];
                 let step = record::complete(self.current(now), now, lease.owner(), completion);
-                let redis = store.complete(lease, completion).await.expect(&context);
-                assert_eq!(redis, step.outcome, "redis, {context}");
+                let told = store.complete(lease, completion).await.expect(&context);
+                assert_eq!(told, step.outcome, "{name}, {context}");
                 if !self.with_garbage {
                     let memory = memory.complete(twin, completion).await.expect(&context);
                     assert_eq!(memory, step.outcome, "memory, {context}");
@@ -247,8 +285,8 @@ impl Sequence {
             Operation::Release(of, release) => {
                 let (lease, twin) = &self.leases[*of];
                 let step = record::release(self.current(now), now, lease.owner(), release);
-                let redis = store.release(lease, release).await.expect(&context);
-                assert_eq!(redis, step.outcome, "redis, {context}");
+                let told = store.release(lease, release).await.expect(&context);
+                assert_eq!(told, step.outcome, "{name}, {context}");
                 if !self.with_garbage {
                     let memory = memory.release(twin, release).await.expect(&context);
                     assert_eq!(memory, step.outcome, "memory, {context}");
@@ -257,8 +295,8 @@ impl Sequence {
             }
             Operation::Resolve(resolution) => {
                 let step = record::resolve(self.current(now), now, resolution);
-                let redis = store.resolve(self.key, resolution).await.expect(&context);
-                assert_eq!(redis, step.outcome, "redis, {context}");
+                let told = store.resolve(self.key, resolution).await.expect(&context);
+                assert_eq!(told, step.outcome, "{name}, {context}");
                 if !self.with_garbage {
                     let memory = memory.resolve(self.key, resolution).await.expect(&context);
                     assert_eq!(memory, step.outcome, "memory, {context}");
@@ -267,7 +305,7 @@ impl Sequence {
             }
         };
         self.apply(change, now);
-        self.compare_what_is_stored(raw, now, &context).await;
+        self.compare_what_is_stored(door, now, &context).await;
         outcome
     }
 
@@ -301,35 +339,23 @@ impl Sequence {
         self.held = Held::Bytes { bytes: record.encode(), expires };
     }
 
-    /// Compares Redis with the model, and takes the times over that Redis wrote.
-    async fn compare_what_is_stored(
-        &mut self,
-        raw: &mut MultiplexedConnection,
-        now: Millis,
-        context: &str,
-    ) {
-        let name = self.name();
+    /// Compares the store with the model, and takes the times over that the store wrote.
+    async fn compare_what_is_stored(&mut self, door: &mut Door, now: Millis, context: &str) {
+        let Stored { kind, bytes: stored } = door.look(self.key, now).await;
         let Held::Bytes { bytes, expires } = &self.held else {
             let expected = if matches!(self.held, Held::ForeignType) { "list" } else { "none" };
-            let kind: String = redis::cmd("TYPE").arg(name).query_async(raw).await.expect(context);
             return assert_eq!(kind, expected, "{context}");
         };
         let (bytes, expires) = (bytes.clone(), *expires);
-        let mut look = redis::pipe();
-        look.cmd("TYPE").arg(&name).cmd("GET").arg(&name).cmd("PTTL").arg(&name);
-        let (kind, stored, left): (String, Value, i64) =
-            look.query_async(raw).await.expect(context);
         let is_brief = expires.since(now) <= Duration::from_millis(TOLERANCE);
-        if is_brief && (stored == Value::Nil || left == -2) {
+        let Some((stored, left)) = stored else {
+            assert!(is_brief, "{kind}, {context}");
             return; // its millisecond is over already
-        }
-        assert_eq!(kind, "string", "{context}");
-        let Value::BulkString(stored) = stored else { panic!("{stored:?}, {context}") };
+        };
         let expected_left = i64::try_from(expires.0.saturating_sub(now.0)).unwrap();
         let apart = left.abs_diff(expected_left);
         // `-1` would be a key without an expiry, which no script may ever leave.
         assert!(left >= 0 && apart < TOLERANCE, "lives {left} ms, not {expected_left}, {context}");
-        let stored = Bytes::from(stored);
         match (Record::decode(stored.clone()), Record::decode(bytes.clone())) {
             (Ok(stored_record), Ok(record)) => {
                 let expected = with_times_of(&stored_record, record, now);
@@ -344,25 +370,14 @@ impl Sequence {
     }
 
     /// Puts garbage, a damaged record, a record of another version, or any record under the key.
-    async fn put_something(&mut self, raw: &mut MultiplexedConnection) {
-        let name = self.name();
-        if self.random.random_bool(0.05) {
-            let _: () = redis::pipe()
-                .cmd("DEL")
-                .arg(&name)
-                .cmd("RPUSH")
-                .arg(&name)
-                .arg("foreign")
-                .cmd("PEXPIRE")
-                .arg(&name)
-                .arg(PUT_FOR.as_millis() as u64)
-                .query_async(raw)
-                .await
-                .unwrap();
+    async fn put_something(&mut self, door: &mut Door) {
+        if door.has_types() && self.random.random_bool(0.05) {
+            door.put_foreign_type(self.key, PUT_FOR).await;
             self.held = Held::ForeignType;
             return;
         }
-        let mut bytes = self.draw_record().encode().to_vec();
+        let whole = self.draw_record().encode().to_vec();
+        let mut bytes = whole.clone();
         match self.random.random_range(0..10) {
             0 => {
                 let length = self.random.random_range(0..200);
@@ -371,19 +386,15 @@ impl Sequence {
             1 => bytes.truncate(self.random.random_range(0..=bytes.len())),
             2 => bytes.extend((0..self.random.random_range(1..4)).map(|_| 7)),
             3 => bytes[0] = self.random.random(),
-            4 => bytes[1] = self.random.random_range(0..7),
+            4 => bytes[1] = self.random.random_range(0..8),
             5 => bytes[80..84].copy_from_slice(&self.random.random::<[u8; 4]>()),
             6 => bytes[83] = self.random.random_range(0..8),
             _ => {}
         }
-        let _: () = redis::cmd("SET")
-            .arg(&name)
-            .arg(&bytes)
-            .arg("PX")
-            .arg(PUT_FOR.as_millis() as u64)
-            .query_async(raw)
-            .await
-            .unwrap();
+        if !door.takes(&bytes) {
+            bytes = whole;
+        }
+        door.put(self.key, &bytes, PUT_FOR, now()).await;
         self.held = Held::Bytes { bytes: bytes.into(), expires: now().after(PUT_FOR) };
     }
 }
@@ -413,8 +424,15 @@ fn fence_fits(got: Fence, expected: Fence, previous: Option<Fence>, now: Millis)
     got == expected || from_clock && close(got.number(), expected.number())
 }
 
-fn name_of_claim(outcome: &ClaimOutcome<Grant>) -> String {
+/// True if the claim went on from an attempt that died before its first checkpoint.
+fn is_freed_by(record: &Record, outcome: &ClaimOutcome<Grant>) -> bool {
+    matches!(record.state, State::InFlight { progress: Progress::Untouched, .. })
+        && matches!(outcome, ClaimOutcome::Acquired(grant) if grant.attempt > record.attempt)
+}
+
+fn name_of_claim(outcome: &ClaimOutcome<Grant>, freed: bool) -> String {
     match outcome {
+        ClaimOutcome::Acquired(_) if freed => "claim Acquired untouched".to_owned(),
         ClaimOutcome::Acquired(grant) => format!("claim Acquired takeover={}", grant.takeover),
         ClaimOutcome::InFlight { .. } => "claim InFlight".to_owned(),
         ClaimOutcome::Completed(_) => "claim Completed".to_owned(),
@@ -451,7 +469,7 @@ fn assert_claims_agree(
         ) => close(expected.as_millis() as u64, got.as_millis() as u64),
         (ClaimOutcome::Indeterminate(expected), ClaimOutcome::Indeterminate(got)) => {
             close(expected.fence.number(), got.fence.number())
-                && Unsettled { fence: got.fence, ..*expected } == *got
+                && Unsettled { fence: got.fence, ..expected.clone() } == *got
         }
         (expected, got) => expected == got,
     };

@@ -115,10 +115,25 @@ impl Sandbox {
         sandbox
     }
 
+    /// Starts with the store that the arguments name; an SQL store holds the ledger too.
+    pub(crate) fn start_with_store(args: &[&str]) -> Self {
+        let directory = tempfile::tempdir().expect("a temporary directory");
+        let mut command = command(args);
+        command.current_dir(&directory);
+        let mut sandbox = Self::spawn(command, &directory.path().join("payments.db"));
+        sandbox.directory = Some(directory);
+        sandbox
+    }
+
     /// Starts with this ledger.
     pub(crate) fn start_on(ledger: &Path, args: &[&str]) -> Self {
         let mut command = command(args);
-        command.args(["--listen", "127.0.0.1:0", "--ledger"]).arg(ledger);
+        command.arg("--ledger").arg(ledger);
+        Self::spawn(command, ledger)
+    }
+
+    fn spawn(mut command: Command, ledger: &Path) -> Self {
+        command.args(["--listen", "127.0.0.1:0"]);
         let mut child = command.spawn().expect("the sandbox can be started");
         let output = collect(child.stdout.take().expect("piped"));
         let errors = collect(child.stderr.take().expect("piped"));

@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use tower_idempotency::record::{
-    Claim, ClaimOutcome, CompleteOutcome, Completion, OnExpired, Terms, Writes,
+    Claim, ClaimOutcome, CompleteOutcome, Completion, Effects, OnExpired, Terms, Writes,
 };
 use tower_idempotency::store::redis::deadpool_redis::{Manager, Pool, Runtime};
 use tower_idempotency::store::redis::redis::AsyncConnectionConfig;
@@ -78,6 +78,7 @@ pub fn claim() -> Claim {
         fingerprints: Fingerprints::one(print),
         terms: TERMS,
         on_expired: OnExpired::Refuse,
+        effects: Effects::Anywhere,
     }
 }
 

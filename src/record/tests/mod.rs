@@ -17,7 +17,7 @@ use std::time::Duration;
 use proptest::prelude::*;
 
 use super::*;
-use crate::fingerprint::RecipeId;
+use crate::fingerprint::{Fingerprints, RecipeId};
 
 /// Where the clock stands: 2025-11-29, in milliseconds.
 const NOW: u64 = 1_764_403_200_000;
@@ -35,9 +35,10 @@ fn any_record() -> impl Strategy<Value = Record> {
     let time = || (0..1_u64 << 48).prop_map(Millis);
     let bytes = |least| prop::collection::vec(any::<u8>(), least..40).prop_map(Bytes::from);
     let state = prop_oneof![
-        (time(), any::<u32>()).prop_map(|(until, lease)| State::InFlight {
+        (time(), any::<u32>(), any::<bool>()).prop_map(|(until, lease, acted)| State::InFlight {
             until,
-            lease: Duration::from_millis(lease.into())
+            lease: Duration::from_millis(lease.into()),
+            progress: if acted { Progress::MayHaveActed } else { Progress::Untouched },
         }),
         time().prop_map(|since| State::Open { since }),
         time().prop_map(|since| State::Indeterminate { since }),

@@ -27,6 +27,7 @@ struct Op {
     holder: usize,
     request: u8,
     policy: OnExpired,
+    effects: Effects,
     verb: Verb,
     /// A resolution names what the record says, or makes something up.
     judged: bool,
@@ -55,12 +56,13 @@ fn any_op(policy: impl Strategy<Value = OnExpired>) -> impl Strategy<Value = Op>
     ];
     let request = prop_oneof![6 => Just(0_u8), 1 => Just(1)];
     let judged = prop::bool::weighted(0.8);
-    (wait, 0..HOLDERS, request, policy, any_verb(), judged).prop_map(
-        |(wait, holder, request, policy, verb, judged)| Op {
+    (wait, 0..HOLDERS, request, policy, any_effects(), any_verb(), judged).prop_map(
+        |(wait, holder, request, policy, effects, verb, judged)| Op {
             wait,
             holder,
             request,
             policy,
+            effects,
             verb,
             judged,
         },
@@ -69,6 +71,10 @@ fn any_op(policy: impl Strategy<Value = OnExpired>) -> impl Strategy<Value = Op>
 
 fn any_policy() -> impl Strategy<Value = OnExpired> {
     prop_oneof![Just(OnExpired::Refuse), Just(OnExpired::Reexecute)]
+}
+
+fn any_effects() -> impl Strategy<Value = Effects> {
+    prop_oneof![Just(Effects::Anywhere), Just(Effects::Marked)]
 }
 
 fn holder(index: usize) -> HolderId {
@@ -93,6 +99,8 @@ struct World {
     answered: Option<Bytes>,
     /// The attempt of which its holder, or whoever settled it, said that nothing happened.
     nothing_happened: Option<Attempt>,
+    /// The attempt that marks its effects, follows none that may have acted, and has marked none.
+    untouched: Option<Attempt>,
 }
 
 impl World {
@@ -110,6 +118,7 @@ impl World {
             self.highest = None;
             self.answered = None;
             self.nothing_happened = None;
+            self.untouched = None;
         }
     }
 
@@ -133,8 +142,13 @@ impl World {
         match op.verb {
             Verb::Claim => {
                 let fingerprints = Fingerprints::one(fingerprint(1, op.request));
-                let claim_of_op =
-                    Claim { holder: me, fingerprints, terms: TERMS, on_expired: op.policy };
+                let claim_of_op = Claim {
+                    holder: me,
+                    fingerprints,
+                    terms: TERMS,
+                    on_expired: op.policy,
+                    effects: op.effects,
+                };
                 let outcome = self.apply(claim(current, now, &claim_of_op));
                 self.told_of_claim(op, &claim_of_op, outcome, before.map(|(record, _)| record));
             }
@@ -146,6 +160,9 @@ impl World {
                 };
                 let outcome =
                     self.apply(renew(current, now, &owner, &Renewal { terms: TERMS, checkpoint }));
+                if matches!(op.verb, Verb::Checkpoint(_)) && outcome == RenewOutcome::Renewed {
+                    self.untouched = None;
+                }
                 self.alone_until[op.holder] = match outcome {
                     RenewOutcome::Renewed | RenewOutcome::Restored => now.after(TERMS.lease).0,
                     RenewOutcome::Lost | RenewOutcome::Unreadable => 0,
@@ -168,6 +185,9 @@ impl World {
                 self.alone_until[op.holder] = 0;
                 let outcome =
                     self.apply(release(current, now, &owner, &Release { terms: TERMS, verdict }));
+                if outcome == ReleaseOutcome::Released && verdict == Verdict::Unknown {
+                    self.untouched = None;
+                }
                 if outcome == ReleaseOutcome::Released && verdict == Verdict::NoEffect {
                     self.nothing_happened = self.stored.as_ref().map(|(record, _)| record.attempt);
                 }
@@ -213,15 +233,21 @@ impl World {
                     assert!(index == op.holder || *until <= self.now, "two running leases");
                 }
                 let started_again = before.as_ref().is_some_and(|old| old.attempt != grant.attempt);
+                let is_new = before.is_none() || started_again;
                 if let Some(old) = before.filter(|_| started_again) {
                     assert_eq!(grant.attempt, old.attempt.next());
                     assert!(grant.fence > old.fence, "the fence did not grow");
-                    let said = self.nothing_happened == Some(old.attempt);
+                    let said = self.nothing_happened == Some(old.attempt)
+                        || self.untouched == Some(old.attempt);
                     assert!(
                         said || op.policy == OnExpired::Reexecute,
                         "run again although the attempt before may have had its effect"
                     );
                     assert_eq!(grant.takeover, !said, "the handler is told wrongly about it");
+                }
+                if is_new {
+                    let marks = op.effects == Effects::Marked && !grant.takeover;
+                    self.untouched = marks.then_some(grant.attempt);
                 }
                 let Claim { holder, fingerprints, .. } = *claim;
                 let Grant { attempt, fence, created, .. } = grant;
@@ -331,10 +357,10 @@ proptest! {
     #[test]
     fn a_claim_that_is_sent_again_is_told_the_same(
         current in any_current(), owner in any_owner(), terms in any_terms(),
-        on_expired in any_policy(), now in 0..1_u64 << 48,
+        on_expired in any_policy(), effects in any_effects(), now in 0..1_u64 << 48,
     ) {
         let Owner { holder, fingerprints, .. } = owner;
-        let arguments = Claim { holder, fingerprints, terms, on_expired };
+        let arguments = Claim { holder, fingerprints, terms, on_expired, effects };
         twice(&current, |current| claim(current, Millis(now), &arguments), |first| {
             first.map(|grant| {
                 let takeover = grant.takeover || grant.attempt > Attempt::FIRST;
@@ -347,10 +373,10 @@ proptest! {
     #[test]
     fn a_claim_that_is_sent_again_later_extends_its_lease(
         current in any_current(), owner in any_owner(), terms in any_terms(),
-        on_expired in any_policy(), now in 0..1_u64 << 47, share in 0.0..1.0_f64,
+        on_expired in any_policy(), effects in any_effects(), now in 0..1_u64 << 47, share in 0.0..1.0_f64,
     ) {
         let Owner { holder, fingerprints, .. } = owner;
-        let arguments = Claim { holder, fingerprints, terms, on_expired };
+        let arguments = Claim { holder, fingerprints, terms, on_expired, effects };
         let first = claim(current.clone(), Millis(now), &arguments);
         if let ClaimOutcome::Acquired(given) = &first.outcome {
             let later = Millis(now).after(terms.lease.mul_f64(share));
@@ -360,7 +386,11 @@ proptest! {
             prop_assert_eq!((again.created, &again.checkpoint), (given.created, &given.checkpoint));
             let Change::Write { record, expires } = second.change else { panic!("not extended") };
             let until = later.after(terms.lease);
-            prop_assert_eq!(&record.state, &State::InFlight { until, lease: terms.lease });
+            let State::InFlight { progress, .. } = record.state else { panic!("not in flight") };
+            prop_assert_eq!(
+                &record.state,
+                &State::InFlight { until, lease: terms.lease, progress }
+            );
             prop_assert_eq!(expires, Expires::At(until.after(terms.unknown_retention)));
         }
     }
@@ -423,11 +453,11 @@ proptest! {
     fn no_verb_panics_whatever_the_record_the_time_and_the_terms(
         current in any_current(), owner in any_owner(), now: u64,
         (lease, retention, unknown_retention) in any::<(Duration, Duration, Duration)>(),
-        on_expired in any_policy(),
+        on_expired in any_policy(), effects in any_effects(),
     ) {
         let (now, terms) = (Millis(now), Terms { lease, retention, unknown_retention });
         let Owner { holder, fingerprints, .. } = owner;
-        let arguments = Claim { holder, fingerprints, terms, on_expired };
+        let arguments = Claim { holder, fingerprints, terms, on_expired, effects };
         let step = claim(current.clone(), now, &arguments);
         let again = after(&current, &step);
         let _ = claim(again.clone(), Millis(0), &Claim { holder: SOMEBODY, ..arguments });
@@ -442,8 +472,8 @@ proptest! {
 #[test]
 fn a_claim_that_arrives_after_its_sender_gave_up_takes_nothing() {
     let fingerprints = Fingerprints::one(fingerprint(1, 0));
-    let on_expired = OnExpired::Refuse;
-    let mine = Claim { holder: ME, fingerprints, terms: TERMS, on_expired };
+    let (on_expired, effects) = (OnExpired::Refuse, Effects::Anywhere);
+    let mine = Claim { holder: ME, fingerprints, terms: TERMS, on_expired, effects };
     let step = claim(Current::Absent, Millis(NOW), &mine);
     let ClaimOutcome::Acquired(grant) = step.outcome.clone() else { panic!("{step:?}") };
     let Grant { attempt, fence, created, .. } = grant;

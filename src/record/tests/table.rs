@@ -16,6 +16,8 @@ use super::*;
 /// * lease: in flight only; it `runs`, or it is `over`, which is also so when the clock went back.
 /// * request: `same`, `other`, or made by a recipe that is not known any more (`unknown`).
 /// * policy: what may happen after an expired lease.
+/// * effects: of the attempt that claims, `anywhere` or `marked` by checkpoints. `untouched` is in flight
+///   by an attempt that marks its effects and has marked none.
 /// * answer: the completed record holds the `same` answer as the one that is brought, or an `other`.
 /// * attempt: the resolution names the record's attempt (`same`) or an `other`.
 ///
@@ -25,26 +27,32 @@ const RULES: &str = "
 # verb            | state         | when                                          | told          | state         | run     | checkpoint | kept for
 
 # A new key, and a record that nobody can read.
-claim             | absent        |                                               | acquired      | in flight     | first   | empty      | lease + unknown
+claim             | absent        | effects:anywhere                              | acquired      | in flight     | first   | empty      | lease + unknown
+claim             | absent        | effects:marked                                | acquired      | untouched     | first   | empty      | lease + unknown
 claim             | unreadable    |                                               | unreadable    | -
 
 # Mismatch is judged first, in every state but open.
-claim             | in flight     | request:other                                 | mismatch      | -
+claim             | in flight,untouched | request:other                                 | mismatch      | -
 claim             | indeterminate | request:other                                 | mismatch      | -
 claim             | completed     | request:other                                 | mismatch      | -
-claim             | in flight     | request:unknown                               | unreadable    | -
+claim             | in flight,untouched | request:unknown                               | unreadable    | -
 claim             | indeterminate | request:unknown                               | unreadable    | -
 claim             | completed     | request:unknown                               | unreadable    | -
 
 # In flight: one's own claim is recognised, whatever became of its lease.
 claim             | in flight     | request:same holder:own                       | mine already  | in flight     | kept    | kept       | lease + unknown
-claim             | in flight     | request:same holder:foreign,nobody lease:runs | in flight     | -
+claim             | untouched     | request:same holder:own                       | mine already  | untouched     | kept    | kept       | lease + unknown
+claim             | in flight,untouched | request:same holder:foreign,nobody lease:runs | in flight     | -
 claim             | in flight     | request:same holder:foreign,nobody lease:over policy:refuse    | unsettled  | indeterminate | kept | kept | as before
 claim             | in flight     | request:same holder:foreign,nobody lease:over policy:reexecute | taken over | in flight     | next | kept | lease + unknown
+# One that died before its first checkpoint has done nothing, whatever the policy.
+claim             | untouched     | request:same holder:foreign,nobody lease:over effects:anywhere | acquired | in flight | next | kept | lease + unknown
+claim             | untouched     | request:same holder:foreign,nobody lease:over effects:marked | acquired | untouched | next | kept | lease + unknown
 
 # Open: free for anybody and any request, but not for the straggler of him who gave it up.
 claim             | open          | holder:own                                    | wait for nothing | -
-claim             | open          | holder:foreign,nobody                         | acquired      | in flight     | next    | kept       | lease + unknown
+claim             | open          | holder:foreign,nobody effects:anywhere        | acquired      | in flight     | next    | kept       | lease + unknown
+claim             | open          | holder:foreign,nobody effects:marked          | acquired      | untouched     | next    | kept       | lease + unknown
 
 claim             | indeterminate | request:same policy:refuse                    | unsettled     | -
 claim             | indeterminate | request:same policy:reexecute                 | taken over    | in flight     | next    | kept       | lease + unknown
@@ -55,7 +63,8 @@ claim             | completed     | request:same                                
 renew             | absent        |                                               | restored      | in flight     | owner   | empty      | lease + unknown
 renew             | unreadable    |                                               | unreadable    | -
 renew             | in flight     | holder:own                                    | renewed       | in flight     | kept    | kept       | lease + unknown
-renew             | in flight     | holder:foreign,nobody                         | lost          | -
+renew             | untouched     | holder:own                                    | renewed       | untouched     | kept    | kept       | lease + unknown
+renew             | in flight,untouched | holder:foreign,nobody                         | lost          | -
 renew             | open          |                                               | lost          | -
 renew             | indeterminate |                                               | lost          | -
 renew             | completed     |                                               | lost          | -
@@ -63,7 +72,8 @@ renew             | completed     |                                             
 note              | absent        |                                               | restored      | in flight     | owner   | given      | lease + unknown
 note              | unreadable    |                                               | unreadable    | -
 note              | in flight     | holder:own                                    | renewed       | in flight     | kept    | given      | lease + unknown
-note              | in flight     | holder:foreign,nobody                         | lost          | -
+note              | untouched     | holder:own                                    | renewed       | in flight     | kept    | given      | lease + unknown
+note              | in flight,untouched | holder:foreign,nobody                         | lost          | -
 note              | open          |                                               | lost          | -
 note              | indeterminate |                                               | lost          | -
 note              | completed     |                                               | lost          | -
@@ -71,8 +81,8 @@ note              | completed     |                                             
 # Complete: the last holder's answer is the truth, also after the outcome was called unknown.
 complete          | absent        |                                               | restored      | completed     | owner   | empty      | retention
 complete          | unreadable    |                                               | unreadable    | -
-complete          | in flight     | holder:own                                    | stored        | completed     | kept    | empty      | retention
-complete          | in flight     | holder:foreign,nobody                         | lost          | -
+complete          | in flight,untouched | holder:own                                    | stored        | completed     | kept    | empty      | retention
+complete          | in flight,untouched | holder:foreign,nobody                         | lost          | -
 complete          | open          |                                               | lost          | -
 complete          | indeterminate | holder:own                                    | healed        | completed     | kept    | empty      | retention
 complete          | indeterminate | holder:foreign,nobody                         | lost          | -
@@ -84,46 +94,46 @@ complete          | completed     | holder:foreign,nobody request:other,unknown 
 # Release: nothing happened ...
 release no effect | absent        |                                               | not held      | -
 release no effect | unreadable    |                                               | unreadable    | -
-release no effect | in flight     | holder:own                                    | released      | open          | kept    | kept       | retention
+release no effect | in flight,untouched | holder:own                                    | released      | open          | kept    | kept       | retention
 release no effect | indeterminate | holder:own                                    | released      | open          | kept    | kept       | retention
 release no effect | open          | holder:own                                    | released      | -
 release no effect | completed     | holder:own                                    | not held      | -
-release no effect | in flight,open,indeterminate,completed | holder:foreign,nobody | not held     | -
+release no effect | in flight,untouched,open,indeterminate,completed | holder:foreign,nobody | not held     | -
 
 # ... or it may have.
 release unknown   | absent        |                                               | not held      | -
 release unknown   | unreadable    |                                               | unreadable    | -
-release unknown   | in flight     | holder:own                                    | released      | indeterminate | kept    | kept       | as before
+release unknown   | in flight,untouched | holder:own                                    | released      | indeterminate | kept    | kept       | as before
 release unknown   | indeterminate | holder:own                                    | released      | -
 release unknown   | open          | holder:own                                    | not held      | -
 release unknown   | completed     | holder:own                                    | not held      | -
-release unknown   | in flight,open,indeterminate,completed | holder:foreign,nobody | not held     | -
+release unknown   | in flight,untouched,open,indeterminate,completed | holder:foreign,nobody | not held     | -
 
 # Resolve: only what is unknown, and only if it is still what was judged.
 resolve happened  | absent        |                                               | changed       | -
 resolve happened  | unreadable    |                                               | unreadable    | -
-resolve happened  | in flight     | attempt:same holder:own lease:over            | resolved      | completed     | cleared | empty      | retention
-resolve happened  | in flight     | attempt:same holder:own lease:runs            | changed       | -
+resolve happened  | in flight,untouched | attempt:same holder:own lease:over            | resolved      | completed     | cleared | empty      | retention
+resolve happened  | in flight,untouched | attempt:same holder:own lease:runs            | changed       | -
 resolve happened  | indeterminate | attempt:same holder:own                       | resolved      | completed     | cleared | empty      | retention
 resolve happened  | open          | attempt:same holder:own                       | changed       | -
 resolve happened  | completed     | attempt:same holder:own                       | changed       | -
-resolve happened  | in flight,open,indeterminate | attempt:same holder:foreign,nobody | changed   | -
+resolve happened  | in flight,untouched,open,indeterminate | attempt:same holder:foreign,nobody | changed   | -
 resolve happened  | completed     | attempt:same holder:foreign                   | changed       | -
 resolve happened  | completed     | attempt:same holder:nobody answer:same        | resolved      | -
 resolve happened  | completed     | attempt:same holder:nobody answer:other       | changed       | -
-resolve happened  | in flight,open,indeterminate,completed | attempt:other        | changed       | -
+resolve happened  | in flight,untouched,open,indeterminate,completed | attempt:other        | changed       | -
 
 resolve nothing   | absent        |                                               | changed       | -
 resolve nothing   | unreadable    |                                               | unreadable    | -
-resolve nothing   | in flight     | attempt:same holder:own lease:over            | resolved      | open          | cleared | kept       | retention
-resolve nothing   | in flight     | attempt:same holder:own lease:runs            | changed       | -
+resolve nothing   | in flight,untouched | attempt:same holder:own lease:over            | resolved      | open          | cleared | kept       | retention
+resolve nothing   | in flight,untouched | attempt:same holder:own lease:runs            | changed       | -
 resolve nothing   | indeterminate | attempt:same holder:own                       | resolved      | open          | cleared | kept       | retention
 resolve nothing   | open          | attempt:same holder:own                       | changed       | -
 resolve nothing   | completed     | attempt:same holder:own                       | changed       | -
-resolve nothing   | in flight,indeterminate,completed | attempt:same holder:foreign,nobody | changed | -
+resolve nothing   | in flight,untouched,indeterminate,completed | attempt:same holder:foreign,nobody | changed | -
 resolve nothing   | open          | attempt:same holder:foreign                   | changed       | -
 resolve nothing   | open          | attempt:same holder:nobody                    | resolved      | -
-resolve nothing   | in flight,open,indeterminate,completed | attempt:other        | changed       | -
+resolve nothing   | in flight,untouched,open,indeterminate,completed | attempt:other        | changed       | -
 ";
 
 /// The record was written under other terms than the ones that come with the verb.
@@ -282,9 +292,14 @@ impl Run {
             other => panic!("checkpoint {other:?}"),
         };
         let state = match state {
-            "in flight" => {
-                State::InFlight { until: Millis(NOW + lease), lease: Duration::from_millis(lease) }
-            }
+            "in flight" | "untouched" => State::InFlight {
+                until: Millis(NOW + lease),
+                lease: Duration::from_millis(lease),
+                progress: match state {
+                    "untouched" => Progress::Untouched,
+                    _ => Progress::MayHaveActed,
+                },
+            },
             "open" => State::Open { since: Millis(NOW) },
             "indeterminate" => State::Indeterminate { since: Millis(NOW) },
             "completed" => State::Completed { at: Millis(NOW), response: self.answer.clone() },
@@ -306,7 +321,10 @@ impl Run {
 /// Every state x lease x holder x request x answer x numbers x checkpoint.
 fn cases() -> Vec<Case> {
     let ms = |offset: i64| Millis(NOW.checked_add_signed(offset).unwrap());
-    let in_flight = |offset| State::InFlight { until: ms(offset), lease: RECORDS_LEASE };
+    let running =
+        |offset, progress| State::InFlight { until: ms(offset), lease: RECORDS_LEASE, progress };
+    let in_flight = |offset| running(offset, Progress::MayHaveActed);
+    let untouched = |offset| running(offset, Progress::Untouched);
     let completed = |offset, response| State::Completed { at: ms(offset), response };
     let states = [
         ("in flight", "runs", "-", in_flight(1)),
@@ -318,6 +336,11 @@ fn cases() -> Vec<Case> {
         // The clock went back: more than two of the record's leases are left.
         ("in flight", "over", "-", in_flight(40_001)),
         ("in flight", "over", "-", in_flight(90_000_000)),
+        ("untouched", "runs", "-", untouched(1)),
+        ("untouched", "runs", "-", untouched(40_000)),
+        ("untouched", "over", "-", untouched(0)),
+        ("untouched", "over", "-", untouched(-90_000_000)),
+        ("untouched", "over", "-", untouched(40_001)),
         ("open", "-", "-", State::Open { since: ms(-5_000) }),
         ("open", "-", "-", State::Open { since: ms(5_000) }),
         ("indeterminate", "-", "-", State::Indeterminate { since: ms(-5_000) }),
@@ -373,8 +396,8 @@ fn cases() -> Vec<Case> {
 
 fn told_by_claim(told: &str, case: &Case, run: &Run) -> ClaimOutcome<Grant> {
     let unsettled = || {
-        let Record { holder, attempt, fence, .. } = *case.record();
-        Unsettled { holder, attempt, fence }
+        let Record { holder, attempt, fence, checkpoint, .. } = case.record().clone();
+        Unsettled { holder, attempt, fence, checkpoint }
     };
     let granted = |which: &str, takeover| {
         let (record, _) = run.written(case, ["in flight", which, "empty", "as before"]);
@@ -463,13 +486,16 @@ fn every_verb_does_to_every_state_what_the_specification_says() {
 
     let now = Millis(NOW);
     for case in cases() {
-        for (policy, on_expired) in
-            [("refuse", OnExpired::Refuse), ("reexecute", OnExpired::Reexecute)]
-        {
+        for (policy, on_expired, where_to, effects) in [
+            ("refuse", OnExpired::Refuse, "anywhere", Effects::Anywhere),
+            ("refuse", OnExpired::Refuse, "marked", Effects::Marked),
+            ("reexecute", OnExpired::Reexecute, "anywhere", Effects::Anywhere),
+            ("reexecute", OnExpired::Reexecute, "marked", Effects::Marked),
+        ] {
             counted("claim");
-            let case = case.clone().with("policy", policy);
+            let case = case.clone().with("policy", policy).with("effects", where_to);
             let rule = case.rule("claim", &rules, &mut used);
-            let arguments = Claim { holder: ME, fingerprints, terms: TERMS, on_expired };
+            let arguments = Claim { holder: ME, fingerprints, terms: TERMS, on_expired, effects };
             let step = claim(case.current.clone(), now, &arguments);
             case.check(rule, step, told_by_claim(rule.told, &case, &run), &run);
         }
@@ -527,11 +553,11 @@ fn every_verb_does_to_every_state_what_the_specification_says() {
     for rule in &rules {
         assert!(used.contains(rule.line), "a rule that speaks of no case: {}", rule.line);
     }
-    // 3 without a record; 16 states x 3 holders x 5 requests x 5 pairs of numbers x 2 checkpoints.
-    let situations = 3 + 16 * 3 * 5 * 5 * 2;
-    let expected = [("claim", 2), ("complete", 1), ("release", 2), ("renew", 3), ("resolve", 4)]
+    // 3 without a record; 21 states x 3 holders x 5 requests x 5 pairs of numbers x 2 checkpoints.
+    let situations = 3 + 21 * 3 * 5 * 5 * 2;
+    let expected = [("claim", 4), ("complete", 1), ("release", 2), ("renew", 3), ("resolve", 4)]
         .map(|(verb, times)| (verb, times * situations));
     assert_eq!(count, BTreeMap::from(expected));
-    assert_eq!(count.values().sum::<i32>(), 28_836, "cases were added or taken away");
-    assert_eq!(rules.len(), 79, "rules were added or taken away");
+    assert_eq!(count.values().sum::<i32>(), 44_142, "cases were added or taken away");
+    assert_eq!(rules.len(), 86, "rules were added or taken away");
 }

@@ -39,8 +39,9 @@ use super::{Lease, Store};
 use crate::error::StoreError;
 use crate::fingerprint::{Fingerprint, Fingerprints, RecipeId};
 use crate::record::{
-    Claim, ClaimOutcome, CompleteOutcome, Completion, Finding, OnExpired, Release, ReleaseOutcome,
-    RenewOutcome, Renewal, Resolution, ResolveOutcome, Terms, Unsettled, Verdict, Writes,
+    Claim, ClaimOutcome, CompleteOutcome, Completion, Effects, Finding, OnExpired, Release,
+    ReleaseOutcome, RenewOutcome, Renewal, Resolution, ResolveOutcome, Terms, Unsettled, Verdict,
+    Writes,
 };
 use crate::scope::StorageKey;
 use crate::token::HolderId;
@@ -94,6 +95,8 @@ suite! {
     a_late_completion_heals,
     a_renewal_extends_the_lease,
     a_checkpoint_survives_its_attempt,
+    an_attempt_that_marks_its_effects_and_dies_before_the_first_frees_its_key,
+    an_attempt_that_dies_behind_a_checkpoint_leaves_the_outcome_unknown,
     the_fence_grows_with_every_claim,
     after_its_retention_a_record_is_gone,
     an_unknown_outcome_outlives_the_retention_of_answers,
@@ -160,8 +163,8 @@ impl<'a> Case<'a> {
         self.must(self.store.release(lease, &release)).await
     }
 
-    async fn resolve(&self, unsettled: Unsettled, finding: Finding) -> ResolveOutcome {
-        let Unsettled { holder, attempt, .. } = unsettled;
+    async fn resolve(&self, unsettled: &Unsettled, finding: Finding) -> ResolveOutcome {
+        let Unsettled { holder, attempt, .. } = *unsettled;
         let resolution = Resolution { holder, attempt, finding, terms: STEADY };
         self.must(self.store.resolve(self.key, &resolution)).await
     }
@@ -170,9 +173,7 @@ impl<'a> Case<'a> {
     async fn make_indeterminate(&self) -> (Lease, Unsettled) {
         let lease = self.granted(&request(1)).await;
         self.release(&lease, Verdict::Unknown).await;
-        let owner = lease.owner();
-        let unsettled =
-            Unsettled { holder: owner.holder, attempt: owner.attempt, fence: owner.fence };
+        let unsettled = unsettled_of(&lease);
         (lease, unsettled)
     }
 
@@ -182,6 +183,13 @@ impl<'a> Case<'a> {
             other => panic!("{} store: {promise}, got {other:?}", self.store.name()),
         }
     }
+}
+
+/// What a claim is told of this lease once it is over.
+fn unsettled_of(lease: &Lease) -> Unsettled {
+    let owner = lease.owner();
+    let checkpoint = lease.grant().checkpoint.clone();
+    Unsettled { holder: owner.holder, attempt: owner.attempt, fence: owner.fence, checkpoint }
 }
 
 const RECIPE: RecipeId = RecipeId::from_bytes(*b"now.");
@@ -199,6 +207,7 @@ fn request(body: u8) -> Claim {
         fingerprints: Fingerprints::one(print(RECIPE, body)),
         terms: STEADY,
         on_expired: OnExpired::Refuse,
+        effects: Effects::Anywhere,
     }
 }
 

@@ -2,7 +2,7 @@
 
 use bytes::Bytes;
 
-use super::{Case, STEADY, reexecuting, request};
+use super::{Case, STEADY, reexecuting, request, unsettled_of};
 use crate::record::{
     ClaimOutcome, CompleteOutcome, Completion, Finding, Grant, Millis, ReleaseOutcome,
     RenewOutcome, ResolveOutcome, Unsettled, Verdict, Writes,
@@ -170,20 +170,20 @@ pub async fn a_resolution_settles_and_clears_the_holder(store: &dyn Store) {
     let case = Case::new(store);
     let (lease, unsettled) = case.make_indeterminate().await;
     for _ in 0..2 {
-        let resolved = case.resolve(unsettled, happened()).await;
+        let resolved = case.resolve(&unsettled, happened()).await;
         case.assert_eq(&resolved, &ResolveOutcome::Resolved, "a resolution may be sent again");
     }
     case.assert_replays(b"found", "what was found is the answer").await;
     let stale = case.complete(&lease, b"late").await;
     let found = CompleteOutcome::Superseded(Bytes::from_static(b"found"));
     case.assert_eq(&stale, &found, "a paused handler cannot complete after that");
-    let changed = case.resolve(unsettled, Finding::NothingHappened).await;
+    let changed = case.resolve(&unsettled, Finding::NothingHappened).await;
     case.assert_eq(&changed, &ResolveOutcome::Changed, "nor can it be settled otherwise");
 
     let case = Case::new(store);
     let (lease, unsettled) = case.make_indeterminate().await;
     for _ in 0..2 {
-        let resolved = case.resolve(unsettled, Finding::NothingHappened).await;
+        let resolved = case.resolve(&unsettled, Finding::NothingHappened).await;
         case.assert_eq(&resolved, &ResolveOutcome::Resolved, "a resolution may be sent again");
     }
     let stale = case.complete(&lease, b"late").await;
@@ -197,10 +197,10 @@ pub async fn a_resolution_settles_and_clears_the_holder(store: &dyn Store) {
 pub async fn a_resolution_of_something_else_changes_nothing(store: &dyn Store) {
     let case = Case::new(store);
     let (lease, unsettled) = case.make_indeterminate().await;
-    let other_holder = Unsettled { holder: HolderId::random(), ..unsettled };
+    let other_holder = Unsettled { holder: HolderId::random(), ..unsettled.clone() };
     let other_attempt = Unsettled { attempt: unsettled.attempt.next(), ..unsettled };
     for wrong in [other_holder, other_attempt] {
-        let changed = case.resolve(wrong, Finding::NothingHappened).await;
+        let changed = case.resolve(&wrong, Finding::NothingHappened).await;
         case.assert_eq(&changed, &ResolveOutcome::Changed, "a wrong judgement changes nothing");
     }
     let healed = case.complete(&lease, b"late").await;
@@ -208,12 +208,11 @@ pub async fn a_resolution_of_something_else_changes_nothing(store: &dyn Store) {
 
     let case = Case::new(store);
     let lease = case.granted(&request(1)).await;
-    let owner = lease.owner();
-    let running = Unsettled { holder: owner.holder, attempt: owner.attempt, fence: owner.fence };
-    let changed = case.resolve(running, Finding::NothingHappened).await;
+    let running = unsettled_of(&lease);
+    let changed = case.resolve(&running, Finding::NothingHappened).await;
     case.assert_eq(&changed, &ResolveOutcome::Changed, "a running claim is not settled");
 
     let case = Case::new(store);
-    let changed = case.resolve(running, Finding::NothingHappened).await;
+    let changed = case.resolve(&running, Finding::NothingHappened).await;
     case.assert_eq(&changed, &ResolveOutcome::Changed, "what is not there is not settled");
 }

@@ -3,10 +3,12 @@
 use bytes::Bytes;
 use tokio::time::sleep;
 
-use super::{AFTER_SHORT, Case, LONG, SHORT, STEADY, reexecuting, request, request_for};
+use super::{
+    AFTER_SHORT, Case, LONG, SHORT, STEADY, reexecuting, request, request_for, unsettled_of,
+};
 use crate::record::{
-    Claim, ClaimOutcome, CompleteOutcome, Completion, Finding, RenewOutcome, Renewal,
-    ResolveOutcome, Terms, Unsettled, Verdict, Writes,
+    Claim, ClaimOutcome, CompleteOutcome, Completion, Effects, Finding, Grant, RenewOutcome,
+    Renewal, ResolveOutcome, Terms, Verdict, Writes,
 };
 use crate::store::Store;
 use crate::token::Attempt;
@@ -16,8 +18,7 @@ pub async fn a_lease_that_is_over_leaves_the_outcome_unknown(store: &dyn Store) 
     let case = Case::new(store);
     let lease = case.granted(&request_for(1, SHORT)).await;
     sleep(AFTER_SHORT).await;
-    let owner = lease.owner();
-    let expected = Unsettled { holder: owner.holder, attempt: owner.attempt, fence: owner.fence };
+    let expected = unsettled_of(&lease);
     for _ in 0..2 {
         match case.claim(&request(1)).await {
             ClaimOutcome::Indeterminate(unsettled) => {
@@ -30,9 +31,7 @@ pub async fn a_lease_that_is_over_leaves_the_outcome_unknown(store: &dyn Store) 
     let case = Case::new(store);
     let lease = case.granted(&request_for(1, SHORT)).await;
     sleep(AFTER_SHORT).await;
-    let owner = lease.owner();
-    let unseen = Unsettled { holder: owner.holder, attempt: owner.attempt, fence: owner.fence };
-    let resolved = case.resolve(unseen, Finding::NothingHappened).await;
+    let resolved = case.resolve(&unsettled_of(&lease), Finding::NothingHappened).await;
     let promise = "an ended lease can be settled before anybody claims the key again";
     case.assert_eq(&resolved, &ResolveOutcome::Resolved, promise);
 }
@@ -120,6 +119,66 @@ pub async fn a_checkpoint_survives_its_attempt(store: &dyn Store) {
     case.release(&second, Verdict::NoEffect).await;
     let third = case.granted(&request(1)).await;
     case.assert(third.grant().checkpoint.is_empty(), "a checkpoint can be cleared");
+}
+
+/// Where effects are marked, a death before the first mark is no reason to ask anybody.
+pub async fn an_attempt_that_marks_its_effects_and_dies_before_the_first_frees_its_key(
+    store: &dyn Store,
+) {
+    let case = Case::new(store);
+    let marked = |lease| Claim { effects: Effects::Marked, ..request_for(1, lease) };
+    let first = case.granted(&marked(SHORT)).await;
+    case.renew(&first, Terms { lease: SHORT, ..STEADY }).await;
+    sleep(AFTER_SHORT).await;
+    let mismatch = matches!(case.claim(&request(2)).await, ClaimOutcome::Mismatch);
+    case.assert(mismatch, "the fingerprint counts as long as nobody gave the key up");
+    // Whoever comes next says for itself where its effects are.
+    let second = case.granted(&marked(SHORT)).await;
+    let Grant { attempt, takeover, .. } = *second.grant();
+    case.assert_eq(&attempt, &Attempt::from_number(2), "attempts are counted on");
+    case.assert(!takeover, "nothing happened, so nothing is taken over");
+    let lost = case.renew(&first, STEADY).await;
+    case.assert_eq(&lost, &RenewOutcome::Lost, "who died and wakes cannot mark anything");
+    sleep(AFTER_SHORT).await;
+    let third = case.granted(&request_for(1, SHORT)).await;
+    sleep(AFTER_SHORT).await;
+    match case.claim(&request(1)).await {
+        ClaimOutcome::Indeterminate(found) => {
+            case.assert_eq(
+                &found,
+                &unsettled_of(&third),
+                "an attempt that marks nothing is unknown",
+            );
+        }
+        other => panic!("{} store: an ended lease is unknown, got {other:?}", store.name()),
+    }
+}
+
+/// Behind its first mark an attempt may have acted, and so may every one after it.
+pub async fn an_attempt_that_dies_behind_a_checkpoint_leaves_the_outcome_unknown(
+    store: &dyn Store,
+) {
+    let case = Case::new(store);
+    let marked = |lease| Claim { effects: Effects::Marked, ..request_for(1, lease) };
+    let first = case.granted(&marked(LONG)).await;
+    let brief = Terms { lease: SHORT, ..STEADY };
+    let note = Bytes::from_static(b"noted");
+    let renewal = Renewal { terms: brief, checkpoint: Some(note.clone()) };
+    case.must(store.renew(&first, &renewal)).await;
+    case.renew(&first, brief).await;
+    sleep(AFTER_SHORT).await;
+    match case.claim(&marked(SHORT)).await {
+        ClaimOutcome::Indeterminate(found) => {
+            case.assert_eq(&found.checkpoint, &note, "an unknown outcome tells what was noted");
+            case.assert_eq(&found.attempt, &Attempt::FIRST, "and whose it is");
+        }
+        other => panic!("{} store: a marked effect is unknown, got {other:?}", store.name()),
+    }
+    let second = case.granted(&reexecuting(marked(SHORT))).await;
+    case.assert(second.grant().takeover, "running again after that is a takeover");
+    sleep(AFTER_SHORT).await;
+    let unknown = matches!(case.claim(&marked(SHORT)).await, ClaimOutcome::Indeterminate(_));
+    case.assert(unknown, "one that has not begun does not undo what another may have done");
 }
 
 /// Resources that refuse late writers can rely on the fence.

@@ -11,9 +11,9 @@ use ::redis::{Cmd, RedisError, RedisResult, Value};
 use bytes::Bytes;
 
 use crate::record::{
-    Claim, ClaimOutcome, CompleteOutcome, Completion, Finding, Grant, Millis, OnExpired, Owner,
-    Release, ReleaseOutcome, RenewOutcome, Renewal, Resolution, ResolveOutcome, Terms, Unsettled,
-    Verdict, millis,
+    Claim, ClaimOutcome, CompleteOutcome, Completion, Effects, Finding, Grant, Millis, OnExpired,
+    Owner, Release, ReleaseOutcome, RenewOutcome, Renewal, Resolution, ResolveOutcome, Terms,
+    Unsettled, Verdict, millis,
 };
 use crate::token::{Attempt, Fence, HolderId};
 
@@ -239,12 +239,17 @@ pub(super) fn claim(key: &str, claim: &Claim) -> Call {
         OnExpired::Refuse => 1,
         OnExpired::Reexecute => 2,
     };
+    let effects = match claim.effects {
+        Effects::Anywhere => 1,
+        Effects::Marked => 2,
+    };
     Call::new(&CLAIM, key)
         .arg(claim.holder.as_bytes())
         .arg(&fingerprints(&claim.fingerprints))
         .number(lease(&claim.terms))
         .lasting(forget_in_flight(&claim.terms))
         .number(on_expired)
+        .number(effects)
 }
 
 pub(super) fn claimed(reply: &mut Reply) -> Result<ClaimOutcome<Grant>, BadReply> {
@@ -265,6 +270,7 @@ pub(super) fn claimed(reply: &mut Reply) -> Result<ClaimOutcome<Grant>, BadReply
             holder: reply.holder()?,
             attempt: reply.attempt()?,
             fence: reply.fence()?,
+            checkpoint: reply.bytes()?,
         }),
         ClaimCode::Unreadable => ClaimOutcome::Unreadable,
     })

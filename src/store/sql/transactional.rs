@@ -13,8 +13,8 @@ use super::tx::{Open, Unit};
 use super::{Backend, Lock, Weight, maybe_done, not_done, step, task_gone, weigh};
 use crate::error::{StoreError, StoreErrorKind};
 use crate::record::{
-    self, Change, Claim, ClaimOutcome, CompleteOutcome, Completion, OnExpired, Owner, Release,
-    ReleaseOutcome, RenewOutcome, Renewal, Resolution, ResolveOutcome, Step, Writes,
+    self, Change, Claim, ClaimOutcome, CompleteOutcome, Completion, Effects, OnExpired, Owner,
+    Release, ReleaseOutcome, RenewOutcome, Renewal, Resolution, ResolveOutcome, Step, Writes,
 };
 use crate::scope::StorageKey;
 use crate::store::Lease;
@@ -394,6 +394,7 @@ impl<DB: Backend> Core<DB> {
             fingerprints: owner.fingerprints,
             terms: completion.terms,
             on_expired: OnExpired::Refuse,
+            effects: Effects::Anywhere,
         };
         let found = async {
             let mut transaction = self.0.pool.begin_with(self.0.texts.begin.clone()).await?;

@@ -1,14 +1,18 @@
 //! Configuration: every choice of a route, its default, and the rules between them.
 
+mod recovery;
+
 use std::time::Duration;
 
 use http::header::{LOCATION, RETRY_AFTER};
 use http::{HeaderName, Method};
 
+pub use recovery::{Found, Interrupted, Reconciler, Recovery};
+
 use crate::error::ConfigError;
 use crate::fingerprint::{Fingerprints, Recipe};
 use crate::key::KeySyntax;
-use crate::record::{OnExpired, Terms};
+use crate::record::{Effects, Terms};
 use crate::response::HeaderRules;
 use crate::scope::Scope;
 
@@ -67,27 +71,6 @@ pub enum StoreDown {
     RunUnprotected,
 }
 
-/// What happens to a key whose handler died, or was paused past its lease.
-#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
-#[non_exhaustive]
-pub enum Recovery {
-    /// Nothing runs: retries are told that the outcome is unknown (409) until it is settled.
-    #[default]
-    AtMostOnce,
-    /// The handler runs again. Only for handlers whose every effect deduplicates on
-    /// [`Execution::downstream_key`](crate::Execution::downstream_key).
-    AtLeastOnce,
-}
-
-impl Recovery {
-    pub(crate) fn on_expired(self) -> OnExpired {
-        match self {
-            Self::AtMostOnce => OnExpired::Refuse,
-            Self::AtLeastOnce => OnExpired::Reexecute,
-        }
-    }
-}
-
 /// What refusals look like. The handler's own errors are its own business.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 #[non_exhaustive]
@@ -123,10 +106,12 @@ pub struct Config {
 }
 
 /// The part of a configuration that the engine needs.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub(crate) struct Policy {
     pub(crate) terms: Terms,
     pub(crate) recovery: Recovery,
+    pub(crate) effects: Effects,
+    pub(crate) reconcile_within: Duration,
     pub(crate) store_down: StoreDown,
     pub(crate) wait: Duration,
     pub(crate) store_call: Duration,
@@ -190,6 +175,8 @@ const STORE_CALL: Duration = Duration::from_millis(1500);
 const CLAIM_WITHIN: Duration = Duration::from_millis(2500);
 /// All sendings of one completion before the client is answered without it.
 const COMPLETE_WITHIN: Duration = Duration::from_secs(4);
+/// One question to a reconcile hook: an answer of a provider, within the patience of the client.
+const RECONCILE_WITHIN: Duration = Duration::from_secs(3);
 const STORE_BUDGET_MIN: Duration = Duration::from_millis(10);
 const STORE_BUDGET_MAX: Duration = Duration::from_secs(60);
 /// Far more than a caller with a healthy server has, and few enough that one caller alone does not hold all
@@ -234,6 +221,8 @@ impl Config {
                         unknown_retention: UNKNOWN_RETENTION,
                     },
                     recovery: Recovery::default(),
+                    effects: Effects::default(),
+                    reconcile_within: RECONCILE_WITHIN,
                     store_down: StoreDown::default(),
                     wait: WAIT,
                     store_call: STORE_CALL,
@@ -303,7 +292,8 @@ impl ConfigBuilder {
         self
     }
 
-    /// How long an answer is kept, from completion. After that the key is new again.
+    /// How long an answer is kept, from completion. After that the key is new again. At most 400 days,
+    /// and not below the lease.
     pub fn retention(mut self, retention: Duration) -> Self {
         self.config.policy.terms.retention = retention;
         self
@@ -316,7 +306,8 @@ impl ConfigBuilder {
         self
     }
 
-    /// How long a request waits for its running twin before it is answered 409. Zero: at once.
+    /// How long a request waits for its running twin before it is answered 409. Zero: at once; at most
+    /// a minute.
     pub fn wait(mut self, wait: Duration) -> Self {
         self.config.policy.wait = wait;
         self
@@ -325,6 +316,20 @@ impl ConfigBuilder {
     /// What happens to a key whose handler died.
     pub fn recovery(mut self, recovery: Recovery) -> Self {
         self.config.policy.recovery = recovery;
+        self
+    }
+
+    /// Where in the handler effects may happen. With [`Effects::Marked`] an attempt that dies before
+    /// its first [`checkpoint`](crate::Execution::checkpoint) frees its key, whatever the recovery.
+    pub fn effects(mut self, effects: Effects) -> Self {
+        self.config.policy.effects = effects;
+        self
+    }
+
+    /// How long the hook of [`Recovery::reconcile`] may take; after that it is dropped, and the
+    /// outcome is still unknown.
+    pub fn reconcile_within(mut self, bound: Duration) -> Self {
+        self.config.policy.reconcile_within = bound;
         self
     }
 
@@ -421,6 +426,7 @@ impl ConfigBuilder {
         policy.terms.unknown_retention =
             unknown_retention.unwrap_or_else(|| UNKNOWN_RETENTION.max(policy.terms.retention));
         let Policy { terms, wait, store_call, claim_within, complete_within, .. } = *policy;
+        let reconcile_within = policy.reconcile_within;
 
         bounded("lease", terms.lease, LEASE_MIN, LEASE_MAX)?;
         bounded("retention", terms.retention, LEASE_MIN, RETENTION_MAX)?;
@@ -429,6 +435,7 @@ impl ConfigBuilder {
         bounded("store_call_timeout", store_call, STORE_BUDGET_MIN, STORE_BUDGET_MAX)?;
         bounded("claim_within", claim_within, STORE_BUDGET_MIN, STORE_BUDGET_MAX)?;
         bounded("complete_within", complete_within, STORE_BUDGET_MIN, STORE_BUDGET_MAX)?;
+        bounded("reconcile_within", reconcile_within, STORE_BUDGET_MIN, STORE_BUDGET_MAX)?;
         bounded("request_timeout", config.request_timeout, LEASE_MIN, LEASE_MAX)?;
         bounded("response_timeout", config.response_timeout, LEASE_MIN, LEASE_MAX)?;
         not_shorter(("retention", terms.retention), ("lease", terms.lease))?;

@@ -1,0 +1,215 @@
+//! Claiming a key: sent again until its outcome is known, waiting for a running twin, asking what
+//! became of an interrupted one.
+
+use std::sync::Arc;
+
+use tokio::sync::oneshot;
+use tokio::time::{Instant, sleep};
+
+use super::observe::Waiting;
+use super::reconcile::Answered;
+use super::wait::Seat;
+use super::{Call, Conclusion, Engine, observe, pause, unavailable, unreadable};
+use crate::config::{Policy, Recovery};
+use crate::error::{Rejection, RejectionKind, StoreError, StoreErrorKind};
+use crate::mistakes::{Mistake, made};
+use crate::record::{Claim, ClaimOutcome, Unsettled};
+use crate::scope::StorageKey;
+use crate::store::Lease;
+use crate::token::HolderId;
+
+/// A claim that the store certainly refused is sent this often: a restart or a dropped connection
+/// is over by then, and a store that is down is reported quickly.
+const UNAVAILABLE_TRIES: u32 = 3;
+/// How often one request asks what became of interrupted attempts: once, and once more if somebody
+/// else took the key in between and was interrupted too.
+const INQUIRIES_MAX: u32 = 2;
+
+/// A lease, and when it was asked for.
+pub(super) struct Held {
+    pub(super) lease: Arc<Lease>,
+    pub(super) since: Instant,
+}
+
+/// How claiming ended.
+pub(super) enum Claimed<T> {
+    Lease(Held),
+    StoreDown(Claim),
+    Concluded(Conclusion<T>),
+}
+
+impl<T> Claimed<T> {
+    fn refused(rejection: impl Into<Rejection>) -> Self {
+        Self::Concluded(Conclusion::refused(rejection))
+    }
+}
+
+/// What is known when the answer to a claim is looked at.
+struct Progress {
+    /// The last answer found by asking, if it was this request that asked.
+    found: Option<bytes::Bytes>,
+    inquiries: u32,
+}
+
+impl Engine {
+    /// Claims the key, waiting for a running twin within the policy's bound.
+    pub(super) async fn claim<T>(
+        &self,
+        call: &Call,
+        answer: &mut oneshot::Sender<Conclusion<T>>,
+    ) -> Claimed<T> {
+        let policy = &call.policy;
+        let claim = Claim {
+            holder: HolderId::random(),
+            fingerprints: call.fingerprints,
+            terms: policy.terms,
+            on_expired: policy.recovery.on_expired(),
+            effects: policy.effects,
+        };
+        let wait_until = Instant::now() + policy.wait;
+        let mut seat = None;
+        let mut progress = Progress { found: None, inquiries: 0 };
+        loop {
+            let since = Instant::now();
+            let outcome = self.claim_surely(call.storage_key, &claim, policy).await;
+            if let (Some((seat, _)), false) =
+                (&seat, matches!(outcome, Ok(ClaimOutcome::InFlight { .. })))
+            {
+                Seat::wake_others(seat);
+            }
+            let remaining = match outcome {
+                Err(_) => return Claimed::StoreDown(claim),
+                Ok(ClaimOutcome::Acquired(lease)) => {
+                    return Claimed::Lease(Held { lease: Arc::new(lease), since });
+                }
+                Ok(ClaimOutcome::InFlight { remaining }) => remaining,
+                Ok(ClaimOutcome::Completed(response)) => {
+                    let conclusion = match progress.found {
+                        Some(found) if found == response => Conclusion::reconciled(response),
+                        Some(_) | None => Conclusion::replay(response),
+                    };
+                    return Claimed::Concluded(conclusion);
+                }
+                Ok(ClaimOutcome::Mismatch) => return Claimed::refused(RejectionKind::KeyReused),
+                Ok(ClaimOutcome::Indeterminate(unsettled)) => {
+                    match self.inquire(call, unsettled, &mut progress).await {
+                        Ok(()) => continue,
+                        Err(rejection) => return Claimed::refused(rejection),
+                    }
+                }
+                Ok(ClaimOutcome::Unreadable) => {
+                    tracing::error!(
+                        key = %call.storage_key.log_id(),
+                        store = self.0.store.name(),
+                        "a record cannot be read, or was made by a recipe that is not accepted"
+                    );
+                    return Claimed::refused(unreadable());
+                }
+            };
+            let in_use = || {
+                let rejection = Rejection::new(RejectionKind::KeyInUse).with_retry_after(remaining);
+                Claimed::Concluded(Conclusion::Refused(rejection))
+            };
+            if Instant::now() >= wait_until || self.0.closing.is_cancelled() {
+                return in_use();
+            }
+            if seat.is_none() {
+                seat = self.0.room.take_seat(call.storage_key).map(|seat| (seat, Waiting::begin()));
+            }
+            let Some((seat, _)) = &mut seat else {
+                return Claimed::refused(
+                    Rejection::new(RejectionKind::TooManyWaiting).with_retry_after(remaining),
+                );
+            };
+            tokio::select! {
+                biased;
+                // Also when the time is up: only the store knows what is left of the lease by now.
+                _ = seat.wait(wait_until) => {}
+                () = self.0.closing.cancelled() => return in_use(),
+                // Nobody waits for this answer any more, and nothing of ours is running.
+                () = answer.closed() => return in_use(),
+            }
+        }
+    }
+
+    /// Asks the route's hook about an interrupted attempt, if there is one: `Ok` if it is worth
+    /// claiming again.
+    async fn inquire(
+        &self,
+        call: &Call,
+        unsettled: Unsettled,
+        progress: &mut Progress,
+    ) -> Result<(), Rejection> {
+        let Recovery::Reconcile(hook) = &call.policy.recovery else {
+            return Err(RejectionKind::OutcomeUnknown.into());
+        };
+        if progress.inquiries >= INQUIRIES_MAX {
+            return Err(RejectionKind::OutcomeUnknown.into());
+        }
+        progress.inquiries += 1;
+        match self.reconcile(call, hook, unsettled).await {
+            Answered::Settled(found) => progress.found = found,
+            Answered::StillUnknown => return Err(RejectionKind::OutcomeUnknown.into()),
+            Answered::Unreadable => return Err(unreadable()),
+            Answered::StoreDown => return Err(unavailable()),
+        }
+        Ok(())
+    }
+
+    /// Sends a claim, and again under the same holder id until its outcome is known.
+    async fn claim_surely(
+        &self,
+        key: StorageKey,
+        claim: &Claim,
+        policy: &Policy,
+    ) -> Result<ClaimOutcome<Lease>, StoreError> {
+        let call = async || {
+            let mut claim = *claim;
+            if made(Mistake::FreshHolder) {
+                claim.holder = HolderId::random();
+            }
+            self.0.store.claim(key, &claim).await
+        };
+        let outcome = self.surely("claim", key, policy, call).await?;
+        observe::claimed(&outcome);
+        Ok(outcome)
+    }
+
+    /// Makes a call to the store again until its outcome is known, at most for
+    /// [`claim_within`](crate::ConfigBuilder::claim_within).
+    pub(super) async fn surely<T, F>(
+        &self,
+        verb: &'static str,
+        key: StorageKey,
+        policy: &Policy,
+        call: impl Fn() -> F,
+    ) -> Result<T, StoreError>
+    where
+        F: Future<Output = Result<T, StoreError>>,
+    {
+        let deadline = Instant::now() + policy.claim_within;
+        let mut tries = 0;
+        loop {
+            let bound = policy.store_call.min(deadline.saturating_duration_since(Instant::now()));
+            let error = match self.timed(verb, bound, call()).await {
+                Ok(outcome) => return Ok(outcome),
+                Err(error) => error,
+            };
+            tries += 1;
+            let again = match error.kind() {
+                StoreErrorKind::OutcomeUnknown => true,
+                StoreErrorKind::Unavailable | StoreErrorKind::RolledBack => {
+                    tries < UNAVAILABLE_TRIES
+                }
+                StoreErrorKind::Full | StoreErrorKind::Backend => false,
+            };
+            let pause = pause(tries);
+            if !again || Instant::now() + pause >= deadline {
+                tracing::error!(key = %key.log_id(), verb, tries, error = ?error, "the store gives no answer");
+                return Err(error);
+            }
+            observe::call_again(verb);
+            sleep(pause).await;
+        }
+    }
+}
