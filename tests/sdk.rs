@@ -233,7 +233,7 @@ async fn running_handlers(shop: &Shop) -> u32 {
 
 #[tokio::test]
 async fn case_173_a_stored_500_is_asked_for_once() {
-    let shop = Shop::open(&[]).await;
+    let shop = Shop::open(&["--store", "memory:"]).await;
     for language in Language::ALL {
         let sdk = shop.client(language);
         let before = shop.charges().await;
@@ -248,6 +248,20 @@ async fn case_173_a_stored_500_is_asked_for_once() {
         }
         assert_eq!(shop.charges().await - before, 1);
     }
+}
+
+#[tokio::test]
+async fn a_500_that_was_rolled_back_is_asked_for_again_and_charges_nothing() {
+    let shop = Shop::open(&[]).await;
+    for language in Language::ALL {
+        let sdk = shop.client(language);
+        let exchanges = shop.proxy.exchanges();
+        let options = key(&format!("{language:?}"));
+        let broken = sdk.call("intents.create", intent(11, "tok_charge_then_500"), options).await;
+        assert_eq!(broken.error()["status"], 500);
+        assert!(shop.proxy.exchanges() - exchanges > 1, "{language:?}");
+    }
+    assert_eq!(shop.charges().await, 0);
 }
 
 #[tokio::test]

@@ -343,6 +343,47 @@ async fn a_handler_that_leaves_its_transaction_alone_for_too_long_loses_the_key(
     assert_eq!(effects(&pool).await, 1);
 }
 
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_frozen_server_is_answered_for_within_bounds_and_pays_once_when_it_goes_on() {
+    let server = PostgresServer::start();
+    let pool = pool(&server.url(), 5).await;
+    PostgresStore::from_pool(pool.clone()).migrate().await.unwrap();
+    sqlx::raw_sql(TABLES).execute(&pool).await.unwrap();
+    let store =
+        PostgresStore::builder(pool.clone()).statement_timeout(Duration::from_secs(2)).build();
+    let frozen = Arc::new(tokio::sync::Notify::new());
+    let wait = Arc::clone(&frozen);
+    let runs = Arc::new(AtomicUsize::new(0));
+    let send = serve(config(), store, move |mut tx, key| {
+        let wait = Arc::clone(&wait);
+        let first = runs.fetch_add(1, Ordering::SeqCst) == 0;
+        async move {
+            run(&mut tx, PAY).await.unwrap();
+            if first {
+                wait.notified().await;
+            }
+            pay(tx, key).await
+        }
+    });
+    let within = tokio::spawn(send("within"));
+    tokio::time::sleep(Duration::from_millis(300)).await;
+    server.freeze();
+    let began = Instant::now();
+    frozen.notify_one();
+    let (within, new) = tokio::join!(within, send("new"));
+    let took = began.elapsed();
+    assert!(took < Duration::from_secs(10), "{took:?}");
+    for told in [within.unwrap(), new] {
+        assert!(matches!(told.0, 409 | 503), "{told:?}");
+    }
+    server.thaw();
+    for key in ["within", "new"] {
+        let told = until_done(&send, key).await;
+        assert_eq!(told.0, 201);
+    }
+    assert_eq!(effects(&pool).await, 4);
+}
+
 // ---- D10: the pool
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -14,6 +14,7 @@ use http_body::Body;
 use http_body_util::{BodyExt as _, LengthLimitError, Limited};
 use tokio::time::timeout;
 use tower_service::Service;
+use tracing::Span;
 
 use super::answer::{Answer, judge, referenced, refusal};
 use super::body::ResponseBody;
@@ -230,7 +231,9 @@ where
     let (storage_key, seed) =
         (StorageKey::new(&identity, &key), DownstreamSeed::new(&identity, &key));
     let policy = config.policy.clone();
-    let call = Call { key: key.clone(), storage_key, caller, identity, seed, fingerprints, policy };
+    let span = Span::current();
+    let call =
+        Call { key: key.clone(), storage_key, caller, identity, seed, fingerprints, policy, span };
     // Only a guard wants to know again who asked.
     let asker = config.replay_guard.as_ref().map(|guard| (guard.clone(), parts.clone()));
     let mut handler =

@@ -110,6 +110,7 @@ fn judge(
         fingerprints,
         policy,
         identity,
+        span: tracing::Span::current(),
     };
     let (tell, told) = oneshot::channel();
     engine.watch(call, told);

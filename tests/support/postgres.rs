@@ -117,6 +117,23 @@ impl PostgresServer {
         assert!(self.wait_until_ready(), "the server starts again");
     }
 
+    /// Freezes the server and all its backends: connections stay open, and nothing answers.
+    pub fn freeze(&self) {
+        self.signal_all("STOP");
+    }
+
+    /// Lets it go on.
+    pub fn thaw(&self) {
+        self.signal_all("CONT");
+    }
+
+    fn signal_all(&self, name: &str) {
+        self.signal(name);
+        let pid = self.child.id().to_string();
+        let sent = Command::new("pkill").args([&format!("-{name}"), "-P", &pid]).status();
+        assert!(sent.is_ok(), "pkill runs");
+    }
+
     fn signal(&self, name: &str) {
         let pid = self.folder.path().join("data/postmaster.pid");
         let Ok(pid) = std::fs::read_to_string(pid) else { return };

@@ -67,6 +67,9 @@ const IDLE: Duration = Duration::from_secs(30);
 /// How long one statement may take.
 const STATEMENT: Duration = Duration::from_secs(30);
 
+/// How much later than its own limit a server's answer may come before it is taken for frozen.
+const SILENCE: Duration = Duration::from_secs(1);
+
 /// How far the handler's transaction is kept apart from others.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 #[non_exhaustive]
@@ -220,7 +223,8 @@ impl PostgresStoreBuilder {
         let claimed = AssertSqlSafe(claimed).into_sql_str();
         let turns = pool.options().get_max_connections().saturating_sub(1).max(1) as usize;
         let lease = lease(pool.clone());
-        let texts = Texts { begin, claimed };
+        let patience = Some(statement_timeout.saturating_add(SILENCE));
+        let texts = Texts { begin, claimed, patience };
         PostgresStore(Core::new(pool, turns, texts, lease))
     }
 }

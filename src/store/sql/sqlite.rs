@@ -54,6 +54,9 @@ const BEGIN: &str = "BEGIN IMMEDIATE";
 
 /// How long a transaction waits for those of other processes. Within this process they queue.
 const BUSY: Duration = Duration::from_secs(5);
+/// How often a file that others are making is opened, and after which pause: two seconds in all.
+const OPENINGS: u32 = 20;
+const OPENING_PAUSE: Duration = Duration::from_millis(100);
 /// One writes, the others read.
 const CONNECTIONS: u32 = 5;
 
@@ -109,7 +112,8 @@ impl SqliteStore {
 
     fn new(pool: SqlitePool) -> Self {
         let lease = LeaseCore::new(pool.clone(), BEGIN.into_sql_str());
-        let texts = Texts { begin: BEGIN.into_sql_str(), claimed: SAVEPOINT.into_sql_str() };
+        let claimed = SAVEPOINT.into_sql_str();
+        let texts = Texts { begin: BEGIN.into_sql_str(), claimed, patience: None };
         Self(Core::new(pool, 1, texts, lease))
     }
 
@@ -184,11 +188,22 @@ async fn open(path: &Path) -> Result<SqlitePool, StoreError> {
         .journal_mode(SqliteJournalMode::Wal)
         .synchronous(SqliteSynchronous::Full)
         .busy_timeout(BUSY);
-    SqlitePoolOptions::new()
-        .max_connections(CONNECTIONS)
-        .connect_with(options)
-        .await
-        .map_err(|error| not_done::<Sqlite>("open", error))
+    let mut tries = 0;
+    loop {
+        let pool = SqlitePoolOptions::new().max_connections(CONNECTIONS);
+        match pool.connect_with(options.clone()).await {
+            // Several processes may make the file at the same moment; SQLite lets one of them do it,
+            // and refuses the others without waiting.
+            Err(sqlx::Error::Database(error))
+                if tries < OPENINGS
+                    && error.code().is_some_and(|code| weigh(&code) == Weight::Unreached) =>
+            {
+                tries += 1;
+                tokio::time::sleep(OPENING_PAUSE).await;
+            }
+            opened => return opened.map_err(|error| not_done::<Sqlite>("open", error)),
+        }
+    }
 }
 
 async fn durable(pool: &SqlitePool) -> Result<(), StoreError> {

@@ -38,6 +38,8 @@ pub(super) struct Texts {
     pub(super) begin: SqlStr,
     /// After the claim: sets the handler's limits, and the savepoint.
     pub(super) claimed: SqlStr,
+    /// How long the handler's statements wait for a sign of life, if the database is another machine.
+    pub(super) patience: Option<Duration>,
 }
 
 /// Where the claim ends and the handler's writes begin.
@@ -183,7 +185,7 @@ impl<DB: Backend> Core<DB> {
                 return Self::refused(error);
             }
         };
-        let unit = Arc::new(Unit::new(open));
+        let unit = Arc::new(Unit::new(open, self.0.texts.patience));
         let running = Running { unit: Arc::clone(&unit), ending: Mutex::default() };
         let mut lease = Lease::new(key, &claim, grant).repeatable();
         lease.attachments_mut().insert(unit);
@@ -325,12 +327,15 @@ impl<DB: Backend> Core<DB> {
             );
             return undone;
         };
-        if let Some(failure) = &failure
-            && matches!(failure.weight, Weight::Conflict | Weight::Lost)
-        {
-            tracing::debug!(key = %key.log_id(), code = failure.code, "the unit has to run again");
-            open.rollback().await;
-            return Ended::Again;
+        match failure.as_ref().map(|failure| failure.weight) {
+            // Undone by being dropped: nobody waits for a connection that may be silent.
+            Some(Weight::Lost) => return Ended::Again,
+            Some(Weight::Conflict) => {
+                open.rollback().await;
+                return Ended::Again;
+            }
+            Some(Weight::Locked | Weight::Unreached | Weight::Constraint | Weight::Refused)
+            | None => {}
         }
         let completion = match end {
             End::Complete(completion) if completion.writes != Writes::RollBack => completion,

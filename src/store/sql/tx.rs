@@ -1,13 +1,16 @@
 //! The transaction that the handler writes in.
 
 use std::fmt;
+use std::future::Future;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use futures_util::future::BoxFuture;
 use futures_util::stream::BoxStream;
 use futures_util::{StreamExt as _, TryFutureExt as _, TryStreamExt as _};
 use sqlx::{Database, Either, Execute, Executor, SqlSafeStr as _, SqlStr, Transaction};
 use tokio::sync::OwnedSemaphorePermit;
+use tokio::time::timeout;
 
 use super::desk::Seat;
 use super::{Backend, Weight, weigh};
@@ -69,6 +72,9 @@ pub enum NoTx {
 pub(crate) struct Unit<DB: Backend> {
     slot: Mutex<Slot<DB>>,
     failure: Mutex<Option<Failure>>,
+    /// How long a statement may go without a sign of life from the database. A server that is frozen
+    /// or cut off does not keep its own limits.
+    patience: Option<Duration>,
 }
 
 enum Slot<DB: Backend> {
@@ -142,8 +148,8 @@ impl<DB: Backend> Drop for Open<DB> {
 }
 
 impl<DB: Backend> Unit<DB> {
-    pub(super) fn new(open: Open<DB>) -> Self {
-        Self { slot: Mutex::new(Slot::Ready(open)), failure: Mutex::default() }
+    pub(super) fn new(open: Open<DB>, patience: Option<Duration>) -> Self {
+        Self { slot: Mutex::new(Slot::Ready(open)), failure: Mutex::default(), patience }
     }
 
     /// Takes the transaction for good: whoever holds it now cannot use it any more.
@@ -207,7 +213,7 @@ impl<DB: Backend> Tx<DB> {
     async fn run(&mut self, sql: SqlStr) -> sqlx::Result<()> {
         let unit = Arc::clone(&self.unit);
         let connection = self.connection()?;
-        DB::run(connection, sql).await.inspect_err(|error| unit.note(error))
+        within(unit.patience, DB::run(connection, sql)).await.inspect_err(|error| unit.note(error))
     }
 
     fn connection(&mut self) -> sqlx::Result<&mut DB::Connection> {
@@ -295,6 +301,37 @@ impl<DB: Backend> fmt::Debug for Unit<DB> {
     }
 }
 
+/// Waits for an answer, and takes the connection for lost if there is none.
+async fn within<T>(
+    patience: Option<Duration>,
+    work: impl Future<Output = sqlx::Result<T>>,
+) -> sqlx::Result<T> {
+    match patience {
+        None => work.await,
+        Some(patience) => timeout(patience, work).await.unwrap_or_else(|_| Err(silent())),
+    }
+}
+
+/// The same for each item.
+fn each_within<'e, T: Send + 'e>(
+    patience: Option<Duration>,
+    items: BoxStream<'e, sqlx::Result<T>>,
+) -> BoxStream<'e, sqlx::Result<T>> {
+    let Some(patience) = patience else { return items };
+    futures_util::stream::unfold(Some(items), move |items| async move {
+        let mut items = items?;
+        match timeout(patience, items.next()).await {
+            Ok(item) => Some((item?, Some(items))),
+            Err(_) => Some((Err(silent()), None)),
+        }
+    })
+    .boxed()
+}
+
+fn silent() -> sqlx::Error {
+    std::io::Error::new(std::io::ErrorKind::TimedOut, "the database does not answer").into()
+}
+
 type Rows<'e, DB> =
     BoxStream<'e, sqlx::Result<Either<<DB as Database>::QueryResult, <DB as Database>::Row>>>;
 
@@ -313,8 +350,7 @@ macro_rules! executor {
                 let tx: &'c mut Tx<$database> = $tx;
                 let unit = Arc::clone(&tx.unit);
                 match tx.connection() {
-                    Ok(connection) => connection
-                        .fetch_many(query)
+                    Ok(connection) => each_within(unit.patience, connection.fetch_many(query))
                         .inspect_err(move |error| unit.note(error))
                         .boxed(),
                     Err(error) => {
@@ -355,8 +391,7 @@ macro_rules! executor {
                 let unit = Arc::clone(&tx.unit);
                 match tx.connection() {
                     Ok(connection) => Box::pin(
-                        connection
-                            .prepare_with(sql, parameters)
+                        within(unit.patience, connection.prepare_with(sql, parameters))
                             .inspect_err(move |error| unit.note(error)),
                     ),
                     Err(error) => Box::pin(std::future::ready(Err(error))),
