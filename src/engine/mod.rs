@@ -163,6 +163,9 @@ const PAUSES: [Duration; 3] =
 const RETRY_AFTER_UNAVAILABLE: Duration = Duration::from_secs(1);
 /// When a caller with too many operations in flight should come back: payments take about a second.
 const RETRY_AFTER_TOO_MANY: Duration = Duration::from_secs(1);
+/// How long a shutdown tries to mark what is left: a healthy store takes a millisecond, and one that is
+/// not must not hold the process.
+const MARK_WITHIN: Duration = Duration::from_millis(500);
 /// A lease of which this part has passed before the handler could start is renewed first.
 const STALE_AFTER: (u32, u32) = (2, 3);
 
@@ -223,7 +226,7 @@ impl Engine {
         let unfinished = left.len();
         join_all(left.into_iter().map(async |(lease, policy, lost, settle)| {
             lost.cancel();
-            self.settle(&lease, &settle, &policy, policy.claim_within).await;
+            self.settle(&lease, &settle, &policy, policy.claim_within.min(MARK_WITHIN)).await;
         }))
         .await;
         tracing::warn!(unfinished, "shutdown with running handlers: their outcomes are unknown");

@@ -330,7 +330,7 @@ fn advice(kind: &RejectionKind) -> Advice {
             code: "idempotency_store_unavailable",
             title: "Idempotency store unavailable",
             detail: text(
-                "The request cannot be protected against duplicates at the moment, so it was not executed. Send it again later with the same key.",
+                "What is known of this idempotency key cannot be read or written at the moment. Send the same request again later with the same key.",
             ),
             safe_new_key: false,
             retry: true,

@@ -67,7 +67,7 @@ impl Door {
             Self::Redis(_) => true,
             Self::Postgres(_) | Self::Sqlite(_) => match bytes {
                 [] => false,
-                [1, state, ..] => bytes.len() >= 84 && (1..=4).contains(state),
+                [1, state, ..] => bytes.len() >= 84 && (1..=5).contains(state),
                 [1] => false,
                 _ => true,
             },

@@ -60,6 +60,27 @@ impl PostgresServer {
         Self::start_with(settings)
     }
 
+    /// A standby of this server, which it reaches through a relay on this port.
+    pub fn standby_through(&self, relay: u16) -> Self {
+        let folder = tempfile::Builder::new().prefix("pg").tempdir().expect("a folder");
+        give_away(folder.path());
+        let copied = as_owner("pg_basebackup")
+            .args(["-h", "127.0.0.1", "-U", "test", "-R", "--no-sync", "--checkpoint=fast"])
+            .args(["-p", &relay.to_string()])
+            .arg("-D")
+            .arg(folder.path().join("data"))
+            .current_dir(folder.path())
+            .stdin(Stdio::null())
+            .output()
+            .unwrap_or_else(|error| missing("pg_basebackup", &error));
+        assert!(copied.status.success(), "{}", String::from_utf8_lossy(&copied.stderr));
+        let port = free_port();
+        let child = launch(port, folder.path(), &[]);
+        let mut server = Self { child, port, folder, options: Vec::new() };
+        assert!(server.wait_until_ready(), "the standby starts");
+        server
+    }
+
     /// A server that tests running at the same time share, and a database of one's own on it.
     pub fn shared() -> (Arc<Self>, String) {
         static SHARED: Mutex<Weak<PostgresServer>> = Mutex::new(Weak::new());

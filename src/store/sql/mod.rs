@@ -35,7 +35,7 @@ pub use sqlx;
 pub use tx::{NoTx, Savepoint, Tx};
 
 use crate::error::{StoreError, StoreErrorKind};
-use crate::record::{Change, Current, Expires, Millis, Record, State, Step};
+use crate::record::{Change, Current, Expires, Millis, Record, Step};
 use crate::scope::StorageKey;
 
 /// A database that records can be kept in. Implemented here for both, and not to be implemented
@@ -150,17 +150,14 @@ impl Found {
 
 impl Row {
     fn new(key: StorageKey, record: &Record, expires: Expires) -> Self {
-        let state = match record.state {
-            State::InFlight { .. } => 1,
-            State::Open { .. } => 2,
-            State::Indeterminate { .. } => 3,
-            State::Completed { .. } => 4,
-        };
+        let record = record.encode();
+        // The same byte that says it in the record.
+        let state = record.get(1).copied().map_or(0, i16::from);
         let expires = match expires {
             Expires::At(Millis(at)) => Some(i64::try_from(at).unwrap_or(i64::MAX)),
             Expires::AsBefore => None,
         };
-        Self { key, state, record: record.encode(), expires }
+        Self { key, state, record, expires }
     }
 }
 

@@ -16,8 +16,9 @@ use crate::error::StoreError;
 pub const SCHEMA: &str = "\
 CREATE TABLE IF NOT EXISTS idempotency_records (
     storage_key bytea PRIMARY KEY CHECK (octet_length(storage_key) = 24),
-    -- 1 in flight, 2 open, 3 outcome unknown, 4 completed: for people, the record says it too
-    state smallint NOT NULL CHECK (state BETWEEN 1 AND 4),
+    -- for people, the record says it too: 1 in flight, 2 open, 3 outcome unknown, 4 completed,
+    -- 5 in flight and nothing has happened yet
+    state smallint NOT NULL CHECK (state BETWEEN 1 AND 5),
     -- milliseconds since 1970; a row past it counts as absent
     expires_at bigint NOT NULL CHECK (expires_at > 0),
     record bytea NOT NULL CHECK (octet_length(record) > 0),
@@ -224,7 +225,8 @@ impl PostgresStoreBuilder {
         let turns = pool.options().get_max_connections().saturating_sub(1).max(1) as usize;
         let lease = lease(pool.clone());
         let patience = Some(statement_timeout.saturating_add(SILENCE));
-        let texts = Texts { begin, claimed, patience };
+        let unlimited = Some("SET LOCAL statement_timeout = 0".into_sql_str());
+        let texts = Texts { begin, claimed, unlimited, patience };
         PostgresStore(Core::new(pool, turns, texts, lease))
     }
 }

@@ -18,8 +18,9 @@ use crate::error::{StoreError, StoreErrorKind};
 pub const SCHEMA: &str = "\
 CREATE TABLE IF NOT EXISTS idempotency_records (
     storage_key BLOB NOT NULL PRIMARY KEY CHECK (typeof(storage_key) = 'blob' AND length(storage_key) = 24),
-    -- 1 in flight, 2 open, 3 outcome unknown, 4 completed: for people, the record says it too
-    state INTEGER NOT NULL CHECK (state BETWEEN 1 AND 4),
+    -- for people, the record says it too: 1 in flight, 2 open, 3 outcome unknown, 4 completed,
+    -- 5 in flight and nothing has happened yet
+    state INTEGER NOT NULL CHECK (state BETWEEN 1 AND 5),
     -- milliseconds since 1970; a row past it counts as absent
     expires_at INTEGER NOT NULL CHECK (expires_at > 0),
     record BLOB NOT NULL CHECK (typeof(record) = 'blob' AND length(record) > 0),
@@ -95,7 +96,8 @@ impl SqliteStore {
     /// Opens the file, and makes it if there is none.
     ///
     /// # Errors
-    /// [`StoreError`] if it cannot be opened.
+    /// [`StoreError`] if it cannot be opened. `:memory:` is refused: a database in memory belongs to
+    /// one connection.
     pub async fn open(path: impl AsRef<Path>) -> Result<Self, StoreError> {
         Ok(Self::new(open(path.as_ref()).await?))
     }
@@ -113,7 +115,7 @@ impl SqliteStore {
     fn new(pool: SqlitePool) -> Self {
         let lease = LeaseCore::new(pool.clone(), BEGIN.into_sql_str());
         let claimed = SAVEPOINT.into_sql_str();
-        let texts = Texts { begin: BEGIN.into_sql_str(), claimed, patience: None };
+        let texts = Texts { begin: BEGIN.into_sql_str(), claimed, unlimited: None, patience: None };
         Self(Core::new(pool, 1, texts, lease))
     }
 
@@ -144,7 +146,8 @@ impl SqliteLeaseStore {
     /// Opens the file, and makes it if there is none.
     ///
     /// # Errors
-    /// [`StoreError`] if it cannot be opened.
+    /// [`StoreError`] if it cannot be opened. `:memory:` is refused: a database in memory belongs to
+    /// one connection.
     pub async fn open(path: impl AsRef<Path>) -> Result<Self, StoreError> {
         Ok(Self(LeaseCore::new(open(path.as_ref()).await?, BEGIN.into_sql_str())))
     }
@@ -182,6 +185,10 @@ impl SqliteLeaseStore {
 }
 
 async fn open(path: &Path) -> Result<SqlitePool, StoreError> {
+    if path.as_os_str() == ":memory:" {
+        let why = "a database in memory belongs to one connection: give a file";
+        return Err(StoreError::new(StoreErrorKind::Backend, "sqlite", "open").with_source(why));
+    }
     let options = SqliteConnectOptions::new()
         .filename(path)
         .create_if_missing(true)

@@ -38,6 +38,9 @@ pub(super) struct Texts {
     pub(super) begin: SqlStr,
     /// After the claim: sets the handler's limits, and the savepoint.
     pub(super) claimed: SqlStr,
+    /// Before COMMIT, which has no limit: one that is cancelled while it waits for a standby reports a
+    /// success that may still be lost.
+    pub(super) unlimited: Option<SqlStr>,
     /// How long the handler's statements wait for a sign of life, if the database is another machine.
     pub(super) patience: Option<Duration>,
 }
@@ -352,7 +355,7 @@ impl<DB: Backend> Core<DB> {
             open.rollback().await;
             return undone;
         }
-        match store(&mut open, key, owner, completion).await {
+        match self.store(&mut open, key, owner, completion).await {
             Ok(CompleteOutcome::Stored) => {}
             Ok(outcome) => {
                 tracing::error!(key = %key.log_id(), ?outcome, "the claim has vanished from its transaction");
@@ -378,6 +381,26 @@ impl<DB: Backend> Core<DB> {
                 }
             },
         }
+    }
+
+    /// Stores the response in the open transaction, with the handler's writes or without.
+    async fn store(
+        &self,
+        open: &mut Open<DB>,
+        key: StorageKey,
+        owner: &Owner,
+        completion: &Completion,
+    ) -> sqlx::Result<CompleteOutcome> {
+        let connection = open.connection()?;
+        if completion.writes == Writes::Undo {
+            DB::run(connection, sqlx::SqlSafeStr::into_sql_str(UNDO)).await?;
+        }
+        let verb = |current, now| record::complete(current, now, owner, completion);
+        let outcome = step::<DB, _>(connection, key, &verb).await?;
+        if let Some(unlimited) = &self.0.texts.unlimited {
+            DB::run(connection, unlimited.clone()).await?;
+        }
+        Ok(outcome)
     }
 
     /// What an error before COMMIT, or in answer to it, comes to: nothing was done.
@@ -427,21 +450,6 @@ impl<DB: Backend> Core<DB> {
             }
         }
     }
-}
-
-/// Stores the response in the open transaction, with the handler's writes or without.
-async fn store<DB: Backend>(
-    open: &mut Open<DB>,
-    key: StorageKey,
-    owner: &Owner,
-    completion: &Completion,
-) -> sqlx::Result<CompleteOutcome> {
-    let connection = open.connection()?;
-    if completion.writes == Writes::Undo {
-        DB::run(connection, sqlx::SqlSafeStr::into_sql_str(UNDO)).await?;
-    }
-    let verb = |current, now| record::complete(current, now, owner, completion);
-    step::<DB, _>(connection, key, &verb).await
 }
 
 /// What is known of a key without claiming it, if that is an answer.
