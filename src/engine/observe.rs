@@ -141,7 +141,9 @@ pub(super) fn describe() {
     ] {
         metrics::counter!(REQUESTS, "outcome" => refusal(&kind)).increment(0);
     }
-    for name in [LEASES_LOST, TAKEOVERS, COMPLETIONS_REFUSED, COMPLETIONS_HEALED] {
+    metrics::counter!(RECONCILIATIONS, "found" => "still_unknown").increment(0);
+    metrics::counter!(SHADOW_REQUESTS, "outcome" => Seen::Replayed.name()).increment(0);
+    for name in [LEASES_LOST, TAKEOVERS, COMPLETIONS_REFUSED, COMPLETIONS_HEALED, SHADOW_WAITS] {
         metrics::counter!(name).increment(0);
     }
     oldest(None);
