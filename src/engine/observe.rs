@@ -87,6 +87,8 @@ const SHADOW_WAITS: &str = "idempotency.shadow.waits";
 const STORE_DURATION: &str = "idempotency.store.duration";
 const STORE_ERRORS: &str = "idempotency.store.errors";
 const STORE_RETRIES: &str = "idempotency.store.retries";
+const SHADOW_REQUESTS: &str = "idempotency.shadow.requests";
+const SHADOW_WAITS: &str = "idempotency.shadow.waits";
 
 const COUNTERS: [(&str, &str); 11] = [
     (REQUESTS, "Requests by what became of them"),
@@ -100,6 +102,8 @@ const COUNTERS: [(&str, &str); 11] = [
     (SHADOW_WAITS, "Requests in shadow mode that would have waited for a running twin"),
     (STORE_ERRORS, "Calls to the store that failed"),
     (STORE_RETRIES, "Calls to the store that were sent again"),
+    (SHADOW_REQUESTS, "Requests in shadow mode by what would have become of them"),
+    (SHADOW_WAITS, "Requests in shadow mode that would have waited for a running twin"),
 ];
 const GAUGES: [(&str, &str); 2] = [
     (IN_FLIGHT, "Handlers that run under a key now"),
@@ -141,7 +145,9 @@ pub(super) fn describe() {
     ] {
         metrics::counter!(REQUESTS, "outcome" => refusal(&kind)).increment(0);
     }
-    for name in [LEASES_LOST, TAKEOVERS, COMPLETIONS_REFUSED, COMPLETIONS_HEALED] {
+    metrics::counter!(RECONCILIATIONS, "found" => "still_unknown").increment(0);
+    metrics::counter!(SHADOW_REQUESTS, "outcome" => Seen::Replayed.name()).increment(0);
+    for name in [LEASES_LOST, TAKEOVERS, COMPLETIONS_REFUSED, COMPLETIONS_HEALED, SHADOW_WAITS] {
         metrics::counter!(name).increment(0);
     }
     oldest(None);
@@ -208,6 +214,7 @@ pub(super) fn concluded(kind: &RejectionKind, key: StorageKey, elapsed: Duration
         | RejectionKind::RequestTooLarge { .. }
         | RejectionKind::RequestIncomplete
         | RejectionKind::ScopeMissing
+        | RejectionKind::ReplayForbidden
         | RejectionKind::TooManyWaiting
         | RejectionKind::TooManyInFlight
         | RejectionKind::HandlerFailedUntouched
