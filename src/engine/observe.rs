@@ -87,8 +87,6 @@ const SHADOW_WAITS: &str = "idempotency.shadow.waits";
 const STORE_DURATION: &str = "idempotency.store.duration";
 const STORE_ERRORS: &str = "idempotency.store.errors";
 const STORE_RETRIES: &str = "idempotency.store.retries";
-const SHADOW_REQUESTS: &str = "idempotency.shadow.requests";
-const SHADOW_WAITS: &str = "idempotency.shadow.waits";
 
 const COUNTERS: [(&str, &str); 11] = [
     (REQUESTS, "Requests by what became of them"),
@@ -102,8 +100,6 @@ const COUNTERS: [(&str, &str); 11] = [
     (SHADOW_WAITS, "Requests in shadow mode that would have waited for a running twin"),
     (STORE_ERRORS, "Calls to the store that failed"),
     (STORE_RETRIES, "Calls to the store that were sent again"),
-    (SHADOW_REQUESTS, "Requests in shadow mode by what would have become of them"),
-    (SHADOW_WAITS, "Requests in shadow mode that would have waited for a running twin"),
 ];
 const GAUGES: [(&str, &str); 2] = [
     (IN_FLIGHT, "Handlers that run under a key now"),
@@ -218,7 +214,6 @@ pub(super) fn concluded(kind: &RejectionKind, key: StorageKey, elapsed: Duration
         | RejectionKind::TooManyWaiting
         | RejectionKind::TooManyInFlight
         | RejectionKind::HandlerFailedUntouched
-        | RejectionKind::ReplayForbidden
         | RejectionKind::RolledBack => {
             tracing::debug!(key, outcome, elapsed_ms, "idempotent request refused");
         }
