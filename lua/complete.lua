@@ -42,7 +42,11 @@ local mine = sub(record, 39, 54) == sub(owner, 1, 16)
 if state == 4 then
   local stored = sub(record, 85 + noted)
   if mine then
-    if stored == response then return {1} end
+    if stored == response then
+      -- Written again: a WAIT that follows waits for writes of its own connection only.
+      redis.call('SET', key, record, 'KEEPTTL')
+      return {1}
+    end
     return {6}
   end
   local recipe = sub(record, 3, 6)

@@ -25,7 +25,7 @@ mod token;
 pub use config::{
     Config, ConfigBuilder, EXPOSED_HEADERS, ErrorFlavour, Found, IDEMPOTENCY_KEY,
     IDEMPOTENCY_STATUS, IDEMPOTENT_REPLAYED, Interrupted, MissingKey, Reconciler, Recovery,
-    STRIPE_SHOULD_RETRY, StoreDown,
+    STRIPE_SHOULD_RETRY, StoreDown, StoredBodies,
 };
 pub use engine::{Drained, Engine, Execution, WaitLimits};
 pub use error::{

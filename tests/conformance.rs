@@ -5,7 +5,9 @@
 mod support;
 
 use std::sync::Arc;
+use std::time::Duration;
 
+use support::groups::{RedisCluster, SentinelGroup};
 use support::postgres::PostgresServer;
 use support::redis::RedisServer;
 use tower_idempotency::store::redis::deadpool_redis::{Manager, Pool, Runtime};
@@ -68,4 +70,39 @@ async fn the_sqlite_lease_store_keeps_its_promises() {
     let store = SqliteLeaseStore::open(folder.path().join("test.db")).await.unwrap();
     store.migrate().await.unwrap();
     conformance::run_all(&store).await;
+}
+
+#[tokio::test]
+async fn the_redis_store_keeps_its_promises_when_it_waits_for_replicas() {
+    let server = RedisServer::start();
+    let _replica = server.start_replica(server.port());
+    server.wait_for_replicas(1);
+    let builder = || RedisStore::builder().wait(1).call_timeout(Duration::from_secs(8));
+    conformance::run_all(&builder().connect(&server.url()).await.unwrap()).await;
+    let pool = Pool::builder(Manager::new(server.url()).unwrap()).max_size(4).build().unwrap();
+    conformance::run_all(&builder().pool(pool).unwrap()).await;
+}
+
+#[tokio::test]
+async fn the_redis_store_keeps_its_promises_through_sentinels() {
+    let group = SentinelGroup::start(1);
+    conformance::run_all(&RedisStore::connect(&group.url()).await.unwrap()).await;
+}
+
+#[tokio::test]
+async fn the_redis_store_keeps_its_promises_in_a_cluster() {
+    let cluster = RedisCluster::start(3, 0);
+    conformance::run_all(&RedisStore::connect(&cluster.url()).await.unwrap()).await;
+}
+
+#[tokio::test]
+async fn the_redis_store_keeps_its_promises_in_a_valkey_cluster() {
+    let cluster = RedisCluster::start_with(3, 0, RedisServer::start_valkey);
+    conformance::run_all(&RedisStore::connect(&cluster.url()).await.unwrap()).await;
+}
+
+#[tokio::test]
+async fn the_redis_store_keeps_its_promises_on_valkey() {
+    let server = RedisServer::start_valkey(&[]);
+    conformance::run_all(&RedisStore::connect(&server.url()).await.unwrap()).await;
 }

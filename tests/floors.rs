@@ -46,7 +46,7 @@ const TOP: &[(&str, u8)] = &[
     ("lib", ROOF),
 ];
 /// Within `store`, these are stores; the rest is the contract.
-const STORES: &[&str] = &["faulty", "memory", "redis", "sql"];
+const STORES: &[&str] = &["faulty", "memory", "protected", "redis", "sql"];
 const ROOF: u8 = u8::MAX;
 
 const RULES: u8 = 1;

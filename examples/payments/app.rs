@@ -14,7 +14,7 @@ use http::header::CONTENT_TYPE;
 use metrics_exporter_prometheus::PrometheusHandle;
 use serde_json::json;
 use tower_http::catch_panic::CatchPanicLayer;
-use tower_idempotency::{IdempotencyLayer, Store};
+use tower_idempotency::{Engine, IdempotencyLayer, Store};
 
 use crate::account::authenticate;
 use crate::answer::ApiError;
@@ -31,6 +31,7 @@ pub(crate) struct App {
     pub(crate) ledger: Ledger,
     pub(crate) store: Arc<dyn Store>,
     pub(crate) metrics: PrometheusHandle,
+    pub(crate) engine: Engine,
     pub(crate) draining: Arc<AtomicBool>,
 }
 
@@ -109,6 +110,7 @@ fn not_ready(store: &str, status: &str) -> Response {
 }
 
 async fn metrics(State(app): State<App>) -> Response {
+    app.engine.refresh_gauges();
     let text = [(CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")];
     (text, app.metrics.render()).into_response()
 }

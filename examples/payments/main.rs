@@ -71,7 +71,8 @@ async fn run(flags: &Flags) -> Result<(), Box<dyn Error>> {
         .map_err(|error| format!("cannot listen on {}: {error}", flags.listen))?;
 
     let idempotency = IdempotencyLayer::new(rules.required.clone(), Arc::clone(&store));
-    let app = App { ledger, store, metrics, draining: Arc::default() };
+    let engine = idempotency.engine().clone();
+    let app = App { ledger, store, metrics, engine, draining: Arc::default() };
     let router = app::router(app.clone(), rules, &idempotency);
     greet(listener.local_addr()?, flags);
     serve::serve(listener, router, &app, &idempotency, stop, flags.drain).await;

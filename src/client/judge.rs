@@ -46,9 +46,9 @@ fn by_code(code: &str) -> Option<Meaning> {
         "idempotency_too_many_waiting" | "idempotency_too_many_in_flight" => {
             Meaning::Again { reason: "too_many", free: false }
         }
-        "idempotency_store_unavailable" | "idempotency_record_unreadable" => {
-            Meaning::Again { reason: "unavailable", free: false }
-        }
+        "idempotency_store_unavailable"
+        | "idempotency_record_unreadable"
+        | "idempotency_rolled_back" => Meaning::Again { reason: "unavailable", free: false },
         // Nothing was executed, so the whole request can be sent again.
         "idempotency_request_incomplete" => {
             Meaning::Again { reason: "request_incomplete", free: false }
@@ -150,7 +150,8 @@ impl Said {
         let code = document["code"].as_str().or_else(|| error["code"].as_str());
         Self {
             code: code.map(str::to_owned),
-            safe_new_key: document["safe_new_key"].as_bool(),
+            // In a problem document beside the code, in a Stripe-shaped error with it.
+            safe_new_key: document["safe_new_key"].as_bool().or(error["safe_new_key"].as_bool()),
             is_idempotency_error: error["type"] == "idempotency_error",
         }
     }
@@ -226,6 +227,7 @@ mod tests {
             (408, NO, "request_incomplete", "request_incomplete"),
             (503, YES, "store_unavailable", "unavailable"),
             (503, YES, "record_unreadable", "unavailable"),
+            (500, YES, "rolled_back", "unavailable"),
             (401, NO, "scope_missing", "final"),
         ] {
             let body = format!(r#"{{"code":"idempotency_{code}","safe_new_key":false}}"#);

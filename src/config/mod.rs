@@ -47,6 +47,18 @@ pub enum MissingKey {
     PassThrough,
 }
 
+/// Whether the bodies of answers rest in the store.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+#[non_exhaustive]
+pub enum StoredBodies {
+    /// They do, within the limit, and retries get them.
+    #[default]
+    Keep,
+    /// They never do: every answer is recorded as "done, body not kept", with its status and `Location` alone.
+    /// Retries get 409 `idempotency_result_unavailable` and nothing runs. For answers with secrets in them.
+    Never,
+}
+
 /// What happens when the store cannot be asked.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 #[non_exhaustive]
@@ -97,6 +109,7 @@ pub struct Config {
     pub(crate) header_rules: HeaderRules,
     pub(crate) request_limit: usize,
     pub(crate) request_timeout: Duration,
+    pub(crate) stored_bodies: StoredBodies,
     pub(crate) response_limit: usize,
     pub(crate) response_timeout: Duration,
     pub(crate) problem_base: String,
@@ -209,6 +222,7 @@ impl Config {
                 header_rules: HeaderRules::default(),
                 request_limit: BODY_LIMIT,
                 request_timeout: REQUEST_TIMEOUT,
+                stored_bodies: StoredBodies::default(),
                 response_limit: BODY_LIMIT,
                 response_timeout: RESPONSE_TIMEOUT,
                 problem_base: PROBLEM_BASE.to_owned(),
@@ -369,6 +383,12 @@ impl ConfigBuilder {
     /// How long a request body may take to arrive; after that the request is refused with 408.
     pub fn request_timeout(mut self, timeout: Duration) -> Self {
         self.config.request_timeout = timeout;
+        self
+    }
+
+    /// Whether bodies of answers rest in the store.
+    pub fn stored_bodies(mut self, bodies: StoredBodies) -> Self {
+        self.config.stored_bodies = bodies;
         self
     }
 

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use tokio::sync::oneshot;
 use tokio::time::{Instant, sleep};
 
-use super::observe::Gauge;
+use super::observe::Waiting;
 use super::reconcile::Answered;
 use super::wait::Seat;
 use super::{Call, Conclusion, Engine, observe, pause, unavailable, unreadable};
@@ -114,7 +114,7 @@ impl Engine {
                 return in_use();
             }
             if seat.is_none() {
-                seat = self.0.room.take_seat(call.storage_key).map(|seat| (seat, Gauge::waiting()));
+                seat = self.0.room.take_seat(call.storage_key).map(|seat| (seat, Waiting::begin()));
             }
             let Some((seat, _)) = &mut seat else {
                 return Claimed::refused(
@@ -170,7 +170,9 @@ impl Engine {
             }
             self.0.store.claim(key, &claim).await
         };
-        self.surely("claim", key, policy, call).await
+        let outcome = self.surely("claim", key, policy, call).await?;
+        observe::claimed(&outcome);
+        Ok(outcome)
     }
 
     /// Makes a call to the store again until its outcome is known, at most for

@@ -55,6 +55,7 @@ impl Kept<'_> {
         let mut next = since + length / RENEWALS_PER_LEASE;
         loop {
             sleep_until(next).await;
+            self.engine.refresh_gauges();
             let sent = Instant::now();
             match self.engine.renew(self.lease, &renewal, self.policy).await {
                 Ok(RenewOutcome::Renewed) => {

@@ -20,7 +20,7 @@ mod settle;
 mod tests;
 mod wait;
 
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 use std::fmt;
 use std::future::Future;
 use std::panic::AssertUnwindSafe;
@@ -35,7 +35,7 @@ use tokio::sync::oneshot;
 use tokio::time::{Instant, timeout};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
-use tracing::Instrument as _;
+use tracing::{Instrument as _, Span};
 
 pub use execution::Execution;
 pub use wait::WaitLimits;
@@ -73,7 +73,7 @@ struct Shared {
     quota: Arc<Quota>,
     tracker: TaskTracker,
     closing: CancellationToken,
-    running: Mutex<HashMap<u64, Running>>,
+    running: Mutex<BTreeMap<u64, Running>>,
     next_run: AtomicU64,
     inquiries: Inquiries,
 }
@@ -84,6 +84,7 @@ struct Running {
     policy: Policy,
     lost: CancellationToken,
     marks: Arc<Marks>,
+    since: Instant,
 }
 
 /// A request as the engine sees it.
@@ -96,6 +97,8 @@ pub(crate) struct Call {
     pub(crate) seed: DownstreamSeed,
     pub(crate) fingerprints: Fingerprints,
     pub(crate) policy: Policy,
+    /// The span the request came in, for its handler: handlers record fields in it.
+    pub(crate) span: Span,
 }
 
 /// What a handler is told when it is started.
@@ -226,7 +229,20 @@ impl Engine {
         Drained { unfinished }
     }
 
-    fn running(&self) -> MutexGuard<'_, HashMap<u64, Running>> {
+    /// For how long the oldest handler that runs now has been running.
+    #[must_use]
+    pub fn oldest_in_flight(&self) -> Option<Duration> {
+        // Numbered in the order of their starts.
+        self.running().first_key_value().map(|(_, run)| run.since.elapsed())
+    }
+
+    /// Brings the gauges that age by themselves up to date: call it before metrics are read. Without it they
+    /// are as old as the last start, end or renewal of a handler.
+    pub fn refresh_gauges(&self) {
+        observe::oldest(self.oldest_in_flight());
+    }
+
+    fn running(&self) -> MutexGuard<'_, BTreeMap<u64, Running>> {
         // Nothing that can panic runs while the map is half changed.
         self.0.running.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -252,6 +268,7 @@ impl Engine {
             return Conclusion::Refused(rejection);
         };
         let (answer, answered) = oneshot::channel();
+        let span = observe::span(call.storage_key, &call.span);
         let engine = self.clone();
         let task = async move {
             engine.conduct(call, handler, answer).await;
@@ -261,7 +278,7 @@ impl Engine {
         if made(Mistake::RunsInConnection) {
             task.await;
         } else {
-            self.0.tracker.spawn(task.in_current_span());
+            self.0.tracker.spawn(task.instrument(span));
         }
         // The task answers unless the runtime ends under it; then nobody knows what it had done.
         answered.await.unwrap_or_else(|_| Conclusion::refused(RejectionKind::OutcomeUnknown))
@@ -327,6 +344,7 @@ impl Engine {
             Ok(since) => since,
             Err(rejection) => return Some(Conclusion::Refused(rejection)),
         };
+        observe::granted(lease.grant());
         if lease.grant().takeover {
             observe::takeover();
         }
@@ -342,7 +360,7 @@ impl Engine {
         let kept = Kept { engine: self, lease: &lease, policy, since, lost: &lost };
         let work = async {
             // The call itself may panic, not only the future it makes.
-            let ran = async { handler(input).await };
+            let ran = async { handler(input).await }.instrument(call.span.clone());
             let ran = AssertUnwindSafe(ran).catch_unwind().await;
             let settle = match &ran {
                 Ok(ran) => ran.settle.clone(),
@@ -412,7 +430,8 @@ impl Engine {
     {
         let execution = Execution::unprotected(&call.key, call.seed);
         let input = Run { execution, attachments: http::Extensions::new(), may_repeat: false };
-        let ran = AssertUnwindSafe(async { handler(input).await }).catch_unwind().await;
+        let ran = async { handler(input).await }.instrument(call.span.clone());
+        let ran = AssertUnwindSafe(ran).catch_unwind().await;
         // The claim may have reached the store after all. If so this settles it; if the store
         // comes back in time, the answer is kept for retries.
         let (settle, conclusion) = match ran {
@@ -458,7 +477,8 @@ impl Engine {
                 Err(StoreError::new(kind, self.0.store.name(), verb).with_source(elapsed))
             }
         };
-        observe::store_call(&*self.0.store, verb, sent.elapsed());
+        let kind = result.as_ref().err().map(StoreError::kind);
+        observe::store_call(&*self.0.store, verb, sent.elapsed(), kind);
         result
     }
 
@@ -475,8 +495,10 @@ impl Engine {
             policy: policy.clone(),
             lost: lost.clone(),
             marks: Arc::clone(marks),
+            since: Instant::now(),
         };
         self.running().insert(id, run);
+        self.refresh_gauges();
         Registered { engine: self.clone(), id }
     }
 }
@@ -500,6 +522,7 @@ struct Registered {
 impl Drop for Registered {
     fn drop(&mut self) {
         self.engine.running().remove(&self.id);
+        self.engine.refresh_gauges();
     }
 }
 
@@ -533,7 +556,7 @@ impl<T> Conclusion<T> {
             Self::Unprotected(_) => observe::seen(Seen::Unprotected, key, elapsed),
             Self::Replay(_) => observe::seen(Seen::Replayed, key, elapsed),
             Self::Reconciled(_) => observe::seen(Seen::Reconciled, key, elapsed),
-            Self::Refused(rejection) => observe::refused(rejection.kind(), Some(key)),
+            Self::Refused(rejection) => observe::concluded(rejection.kind(), key, elapsed),
         }
     }
 }

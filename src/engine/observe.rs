@@ -2,9 +2,14 @@
 
 use std::time::Duration;
 
-use crate::error::RejectionKind;
+use tokio::time::Instant;
+use tracing::Span;
+use tracing::field::Empty;
+
+use crate::error::{RejectionKind, StoreErrorKind};
+use crate::record::{ClaimOutcome, Grant};
 use crate::scope::StorageKey;
-use crate::store::Store;
+use crate::store::{Lease, Store};
 
 /// What became of a request that the layer looked at.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -64,40 +69,102 @@ pub(crate) fn refusal(kind: &RejectionKind) -> &'static str {
     }
 }
 
-/// Makes every series visible from the start, so that an alert on one that never moved can be told
-/// from one that does not exist.
+const REQUESTS: &str = "idempotency.requests";
+const REQUEST_DURATION: &str = "idempotency.request.duration";
+const CLAIMS: &str = "idempotency.claims";
+const IN_FLIGHT: &str = "idempotency.in_flight";
+const OLDEST_IN_FLIGHT: &str = "idempotency.in_flight.oldest_age";
+const WAITING: &str = "idempotency.waiting";
+const WAIT_DURATION: &str = "idempotency.wait.duration";
+const LEASES_LOST: &str = "idempotency.leases.lost";
+const TAKEOVERS: &str = "idempotency.takeovers";
+const COMPLETIONS_REFUSED: &str = "idempotency.completions.refused";
+const COMPLETIONS_HEALED: &str = "idempotency.completions.healed";
+const RECONCILIATIONS: &str = "idempotency.reconciliations";
+const STORE_DURATION: &str = "idempotency.store.duration";
+const STORE_ERRORS: &str = "idempotency.store.errors";
+const STORE_RETRIES: &str = "idempotency.store.retries";
+
+const COUNTERS: [(&str, &str); 9] = [
+    (REQUESTS, "Requests by what became of them"),
+    (CLAIMS, "Answers of the store to claims"),
+    (LEASES_LOST, "Leases lost while the handler ran"),
+    (TAKEOVERS, "Runs that followed one of unknown outcome"),
+    (COMPLETIONS_REFUSED, "Answers that came too late to be stored: somebody else holds the key"),
+    (COMPLETIONS_HEALED, "Late answers that settled a key"),
+    (RECONCILIATIONS, "Questions to a reconcile hook, by what it found"),
+    (STORE_ERRORS, "Calls to the store that failed"),
+    (STORE_RETRIES, "Calls to the store that were sent again"),
+];
+const GAUGES: [(&str, &str); 2] = [
+    (IN_FLIGHT, "Handlers that run under a key now"),
+    (WAITING, "Requests that wait for a running twin now"),
+];
+const DURATIONS: [(&str, &str); 3] = [
+    (REQUEST_DURATION, "From the whole request to its outcome"),
+    (WAIT_DURATION, "How long requests waited for a running twin"),
+    (STORE_DURATION, "Calls to the store"),
+];
+
+/// Says what every series means, and starts those whose alarm is "more than none", so that one that
+/// never moved can be told from one that does not exist.
 pub(super) fn describe() {
-    metrics::describe_counter!("idempotency.requests", "Requests by what became of them");
-    metrics::describe_gauge!("idempotency.in_flight", "Handlers that run under a key now");
-    metrics::describe_gauge!("idempotency.waiting", "Requests that wait for a running twin now");
-    metrics::describe_counter!("idempotency.leases.lost", "Leases lost while the handler ran");
-    metrics::describe_counter!(
-        "idempotency.takeovers",
-        "Runs that followed one of unknown outcome"
-    );
-    metrics::describe_counter!(
-        "idempotency.completions.refused",
-        "Answers that came too late to be stored: somebody else holds the key"
-    );
-    metrics::describe_counter!("idempotency.completions.healed", "Late answers that settled a key");
-    metrics::describe_counter!(
-        "idempotency.reconciliations",
-        "Questions to a reconcile hook, by what it found"
-    );
-    metrics::describe_counter!("idempotency.store.retries", "Calls that were sent again");
-    metrics::describe_histogram!(
-        "idempotency.store.duration",
+    for (name, meaning) in COUNTERS {
+        metrics::describe_counter!(name, meaning);
+    }
+    for (name, meaning) in GAUGES {
+        metrics::describe_gauge!(name, meaning);
+    }
+    for (name, meaning) in DURATIONS {
+        metrics::describe_histogram!(name, metrics::Unit::Seconds, meaning);
+    }
+    metrics::describe_gauge!(
+        OLDEST_IN_FLIGHT,
         metrics::Unit::Seconds,
-        "Calls to the store"
+        "For how long the oldest handler under a key has been running"
     );
-    metrics::counter!("idempotency.requests", "outcome" => Seen::Unprotected.name()).increment(0);
-    metrics::counter!("idempotency.leases.lost").increment(0);
-    metrics::counter!("idempotency.completions.refused").increment(0);
+    for outcome in [Seen::Unprotected, Seen::NotStored, Seen::Unknown] {
+        metrics::counter!(REQUESTS, "outcome" => outcome.name()).increment(0);
+    }
+    for kind in [
+        RejectionKind::OutcomeUnknown,
+        RejectionKind::HandlerFailed,
+        RejectionKind::StoreUnavailable,
+        RejectionKind::RecordUnreadable,
+        RejectionKind::TooManyWaiting,
+        RejectionKind::TooManyInFlight,
+    ] {
+        metrics::counter!(REQUESTS, "outcome" => refusal(&kind)).increment(0);
+    }
+    for name in [LEASES_LOST, TAKEOVERS, COMPLETIONS_REFUSED, COMPLETIONS_HEALED] {
+        metrics::counter!(name).increment(0);
+    }
+    oldest(None);
+}
+
+/// The span of a covered request, from its claim to its conclusion, within the one it came in. The handler runs
+/// in that one, as it would without this layer.
+pub(super) fn span(key: StorageKey, came_in: &Span) -> Span {
+    tracing::info_span!(
+        parent: came_in,
+        "idempotent_request",
+        key = %key.log_id(),
+        outcome = Empty,
+        attempt = Empty,
+        takeover = Empty,
+    )
+}
+
+/// Adds to the span which run this is.
+pub(super) fn granted(grant: &Grant) {
+    let span = Span::current();
+    span.record("attempt", grant.attempt.number());
+    span.record("takeover", grant.takeover);
 }
 
 /// Counts and logs an outcome of a request whose key was claimed.
 pub(crate) fn seen(seen: Seen, key: StorageKey, elapsed: Duration) {
-    metrics::counter!("idempotency.requests", "outcome" => seen.name()).increment(1);
+    ended(seen.name(), elapsed);
     match seen {
         Seen::Executed | Seen::Released | Seen::RolledBack | Seen::Replayed | Seen::Reconciled => {
             tracing::debug!(
@@ -110,10 +177,51 @@ pub(crate) fn seen(seen: Seen, key: StorageKey, elapsed: Duration) {
     }
 }
 
-/// Counts and logs a refusal.
+/// Counts and logs the refusal of a request whose key was claimed, or could not be.
+pub(super) fn concluded(kind: &RejectionKind, key: StorageKey, elapsed: Duration) {
+    let outcome = refusal(kind);
+    ended(outcome, elapsed);
+    let (key, elapsed_ms) = (key.log_id(), elapsed_ms(elapsed));
+    match kind {
+        // The client is told the same reference.
+        RejectionKind::OutcomeUnknown | RejectionKind::HandlerFailed => {
+            tracing::warn!(
+                reference = key,
+                outcome,
+                elapsed_ms,
+                "the outcome of a request is unknown"
+            );
+        }
+        RejectionKind::StoreUnavailable | RejectionKind::RecordUnreadable => {
+            tracing::warn!(key, outcome, elapsed_ms, "idempotent request refused");
+        }
+        RejectionKind::KeyMissing
+        | RejectionKind::KeyInvalid(_)
+        | RejectionKind::KeyReused
+        | RejectionKind::KeyInUse
+        | RejectionKind::ResultUnavailable { .. }
+        | RejectionKind::RequestTooLarge { .. }
+        | RejectionKind::RequestIncomplete
+        | RejectionKind::ScopeMissing
+        | RejectionKind::TooManyWaiting
+        | RejectionKind::TooManyInFlight
+        | RejectionKind::HandlerFailedUntouched
+        | RejectionKind::RolledBack => {
+            tracing::debug!(key, outcome, elapsed_ms, "idempotent request refused");
+        }
+    }
+}
+
+fn ended(outcome: &'static str, elapsed: Duration) {
+    Span::current().record("outcome", outcome);
+    metrics::counter!(REQUESTS, "outcome" => outcome).increment(1);
+    metrics::histogram!(REQUEST_DURATION, "outcome" => outcome).record(elapsed.as_secs_f64());
+}
+
+/// Counts and logs the refusal of a request that did not come as far as its claim.
 pub(crate) fn refused(kind: &RejectionKind, key: Option<StorageKey>) {
     let outcome = refusal(kind);
-    metrics::counter!("idempotency.requests", "outcome" => outcome).increment(1);
+    metrics::counter!(REQUESTS, "outcome" => outcome).increment(1);
     let key = key.map(|key| key.log_id());
     if is_unknown(kind) {
         // The client is told the same reference.
@@ -130,36 +238,71 @@ pub(crate) fn is_unknown(kind: &RejectionKind) -> bool {
 
 /// Counts a request that the layer let pass untouched although it looked at it.
 pub(crate) fn passed_through() {
-    metrics::counter!("idempotency.requests", "outcome" => "passed_through").increment(1);
+    metrics::counter!(REQUESTS, "outcome" => "passed_through").increment(1);
 }
 
 pub(super) fn lease_lost() {
-    metrics::counter!("idempotency.leases.lost").increment(1);
+    metrics::counter!(LEASES_LOST).increment(1);
 }
 
 pub(super) fn takeover() {
-    metrics::counter!("idempotency.takeovers").increment(1);
+    metrics::counter!(TAKEOVERS).increment(1);
 }
 
 pub(super) fn completion_refused() {
-    metrics::counter!("idempotency.completions.refused").increment(1);
+    metrics::counter!(COMPLETIONS_REFUSED).increment(1);
 }
 
 pub(super) fn completion_healed() {
-    metrics::counter!("idempotency.completions.healed").increment(1);
+    metrics::counter!(COMPLETIONS_HEALED).increment(1);
 }
 
 pub(super) fn reconciled(found: &'static str) {
-    metrics::counter!("idempotency.reconciliations", "found" => found).increment(1);
+    metrics::counter!(RECONCILIATIONS, "found" => found).increment(1);
 }
 
 pub(super) fn call_again(verb: &'static str) {
-    metrics::counter!("idempotency.store.retries", "verb" => verb).increment(1);
+    metrics::counter!(STORE_RETRIES, "verb" => verb).increment(1);
 }
 
-pub(super) fn store_call(store: &dyn Store, verb: &'static str, elapsed: Duration) {
-    metrics::histogram!("idempotency.store.duration", "store" => store.name(), "verb" => verb)
+/// One call to the store: how long it took, and why it failed if it did.
+pub(super) fn store_call(
+    store: &dyn Store,
+    verb: &'static str,
+    elapsed: Duration,
+    error: Option<StoreErrorKind>,
+) {
+    metrics::histogram!(STORE_DURATION, "store" => store.name(), "verb" => verb)
         .record(elapsed.as_secs_f64());
+    if let Some(kind) = error {
+        let kind = match kind {
+            StoreErrorKind::Unavailable => "unavailable",
+            StoreErrorKind::OutcomeUnknown => "outcome_unknown",
+            StoreErrorKind::Full => "full",
+            StoreErrorKind::Backend => "backend",
+            StoreErrorKind::RolledBack => "rolled_back",
+        };
+        metrics::counter!(STORE_ERRORS, "store" => store.name(), "verb" => verb, "kind" => kind)
+            .increment(1);
+    }
+}
+
+/// What the store made of a claim.
+pub(super) fn claimed(outcome: &ClaimOutcome<Lease>) {
+    let outcome = match outcome {
+        ClaimOutcome::Acquired(_) => "acquired",
+        ClaimOutcome::InFlight { .. } => "in_flight",
+        ClaimOutcome::Completed(_) => "completed",
+        ClaimOutcome::Mismatch => "mismatch",
+        ClaimOutcome::Indeterminate(_) => "indeterminate",
+        ClaimOutcome::Unreadable => "unreadable",
+    };
+    metrics::counter!(CLAIMS, "outcome" => outcome).increment(1);
+}
+
+/// For how long the oldest handler has been running, if there is one.
+pub(super) fn oldest(age: Option<Duration>) {
+    metrics::gauge!(OLDEST_IN_FLIGHT).set(age.unwrap_or_default().as_secs_f64());
 }
 
 /// Counts one up while it lives.
@@ -168,11 +311,7 @@ pub(super) struct Gauge(&'static str);
 
 impl Gauge {
     pub(super) fn in_flight() -> Self {
-        Self::up("idempotency.in_flight")
-    }
-
-    pub(super) fn waiting() -> Self {
-        Self::up("idempotency.waiting")
+        Self::up(IN_FLIGHT)
     }
 
     fn up(name: &'static str) -> Self {
@@ -184,6 +323,25 @@ impl Gauge {
 impl Drop for Gauge {
     fn drop(&mut self) {
         metrics::gauge!(self.0).decrement(1.0);
+    }
+}
+
+/// A request that waits for a running twin, while it lives.
+#[derive(Debug)]
+pub(super) struct Waiting {
+    _gauge: Gauge,
+    since: Instant,
+}
+
+impl Waiting {
+    pub(super) fn begin() -> Self {
+        Self { _gauge: Gauge::up(WAITING), since: Instant::now() }
+    }
+}
+
+impl Drop for Waiting {
+    fn drop(&mut self) {
+        metrics::histogram!(WAIT_DURATION).record(self.since.elapsed().as_secs_f64());
     }
 }
 

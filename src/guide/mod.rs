@@ -8,6 +8,7 @@
 //! | [defaults] | every default and its reason, and where this crate departs from others |
 //! | [layers] | where the layer goes among others |
 //! | [transactions] | key, effect and answer in one transaction of PostgreSQL or SQLite |
+//! | [operations] | running it: which numbers should wake someone up |
 //! | [openapi] | what to add to an OpenAPI document, with the fragment to merge |
 //! | [requests] | where keys come from, and when two requests are the same |
 //! | [redis](mod@redis) | what Redis must be like |
@@ -21,6 +22,8 @@ pub mod defaults {}
 pub mod guarantees {}
 #[doc = include_str!("layers.md")]
 pub mod layers {}
+#[doc = include_str!("operations.md")]
+pub mod operations {}
 #[doc = include_str!("openapi.md")]
 pub mod openapi {
     /// The fragment: an OpenAPI 3.1 document in YAML with nothing but `components`. The same as

@@ -9,6 +9,7 @@ use super::extension::Outcome;
 use super::problem;
 use crate::config::{
     Config, IDEMPOTENCY_KEY, IDEMPOTENCY_STATUS, IDEMPOTENT_REPLAYED, STRIPE_SHOULD_RETRY,
+    StoredBodies,
 };
 use crate::engine::{Ran, Settle, observe};
 use crate::error::{Rejection, RejectionKind};
@@ -117,6 +118,9 @@ where
             ran(Settle::Release(verdict), head, ResponseBody::passed(body), advised)
         }
         Judgement::KeepHead(writes) => keep_head(head, ResponseBody::passed(body), writes),
+        Judgement::Keep(writes) if config.stored_bodies == StoredBodies::Never => {
+            answer_once(head, ResponseBody::passed(body), writes, advised)
+        }
         Judgement::Keep(writes) => {
             problem::mark_final(head.status, &mut head.headers);
             match read(body, config.response_limit, config.response_timeout).await {
@@ -131,11 +135,7 @@ where
                     ran(settle, head, ResponseBody::full(bytes), advised)
                 }
                 Read::Part(read, rest) => {
-                    let mut ran = keep_head(head, ResponseBody::begun(read, rest), writes);
-                    if let Answer::Response { advised: known, .. } = &mut ran.reply {
-                        *known = advised;
-                    }
-                    ran
+                    answer_once(head, ResponseBody::begun(read, rest), writes, advised)
                 }
                 Read::Broken(_) => {
                     Ran { settle: Settle::Release(Verdict::Unknown), reply: Answer::Broken }
@@ -143,6 +143,20 @@ where
             }
         }
     }
+}
+
+/// Passes the answer on and records that it was given; `advised`: the handler itself said whether to retry.
+fn answer_once<B, E>(
+    head: response::Parts,
+    body: ResponseBody<B>,
+    writes: Writes,
+    advised: bool,
+) -> Ran<Answer<B, E>> {
+    let mut ran = keep_head(head, body, writes);
+    if let Answer::Response { advised: known, .. } = &mut ran.reply {
+        *known = advised;
+    }
+    ran
 }
 
 enum Judgement {

@@ -13,6 +13,7 @@ use http_body::Body;
 use http_body_util::{BodyExt as _, LengthLimitError, Limited};
 use tokio::time::timeout;
 use tower_service::Service;
+use tracing::Span;
 
 use super::answer::{Answer, judge, referenced, refusal};
 use super::body::ResponseBody;
@@ -176,7 +177,9 @@ where
     let (storage_key, seed) =
         (StorageKey::new(&identity, &key), DownstreamSeed::new(&identity, &key));
     let policy = config.policy.clone();
-    let call = Call { key: key.clone(), storage_key, caller, identity, seed, fingerprints, policy };
+    let span = Span::current();
+    let call =
+        Call { key: key.clone(), storage_key, caller, identity, seed, fingerprints, policy, span };
     let mut handler =
         Handler { ready: Some(ready), parts: Some(parts), body, config: Arc::clone(&config) };
     let conclusion = engine.execute(call, move |run| handler.start(run)).await;

@@ -19,6 +19,8 @@ pub mod conformance;
 #[cfg(feature = "conformance")]
 mod faulty;
 mod memory;
+#[cfg(feature = "protect")]
+mod protected;
 #[cfg(feature = "redis")]
 pub mod redis;
 #[cfg(any(feature = "postgres", feature = "sqlite"))]
@@ -34,6 +36,8 @@ use http::Extensions;
 #[cfg(feature = "conformance")]
 pub use faulty::{Fault, Faulty, Gate, Verb};
 pub use memory::{MemoryStore, MemoryStoreBuilder};
+#[cfg(feature = "protect")]
+pub use protected::{Protected, ProtectionKeyId, ProtectionKeys};
 
 use crate::error::StoreError;
 use crate::record::{

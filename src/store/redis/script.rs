@@ -81,17 +81,72 @@ codes! {
 #[error("the script's reply is none that this release knows")]
 pub(super) struct BadReply;
 
+/// How many replicas have to have a write before it is believed, and how long it waits for them.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) struct Wait {
+    pub(super) replicas: u32,
+    /// At least a millisecond: zero would be for ever.
+    pub(super) milliseconds: u64,
+}
+
+/// A write may not survive a failover.
+#[derive(Clone, Copy, Debug, Eq, PartialEq, thiserror::Error)]
+#[error("{confirmed} of the {needed} replicas it takes confirmed the write in time")]
+pub(super) struct TooFewReplicas {
+    pub(super) confirmed: u32,
+    pub(super) needed: u32,
+}
+
+/// What came back of a call that the server answered.
+#[derive(Debug)]
+pub(super) struct Answer {
+    pub(super) value: Value,
+    /// How many replicas had the write when the wait was over. `None` if nobody asked.
+    pub(super) replicas: Option<u32>,
+}
+
 /// One run of a script: everything that has to be sent, ready to be sent more than once.
 pub(super) struct Call {
     script: &'static Script,
     arguments: Cmd,
+    key: String,
+    wait: Option<Wait>,
+    in_full: bool,
 }
 
 impl Call {
     fn new(script: &'static Script, key: &str) -> Self {
         let mut arguments = Cmd::new();
         arguments.arg("EVALSHA").arg(script.sha.as_str()).arg(1).arg(key);
-        Self { script, arguments }
+        Self { script, arguments, key: key.to_owned(), wait: None, in_full: false }
+    }
+
+    /// Asks how many replicas have what the script wrote.
+    pub(super) fn waiting(mut self, wait: Option<Wait>) -> Self {
+        self.wait = wait;
+        self
+    }
+
+    /// Sends the text at once, as after every restart of the server.
+    pub(super) fn in_full(mut self) -> Self {
+        self.in_full = true;
+        self
+    }
+
+    pub(super) fn waits(&self) -> bool {
+        self.wait.is_some()
+    }
+
+    /// How far the replicas fell short of what was asked for.
+    pub(super) fn shortfall(&self, answer: &Answer) -> Option<TooFewReplicas> {
+        let needed = self.wait?.replicas;
+        let confirmed = answer.replicas.unwrap_or(0);
+        (confirmed < needed).then_some(TooFewReplicas { confirmed, needed })
+    }
+
+    /// The one key that the script touches.
+    pub(super) fn key(&self) -> &str {
+        &self.key
     }
 
     fn arg(mut self, bytes: &[u8]) -> Self {
@@ -111,13 +166,60 @@ impl Call {
 
     /// Runs the script. By its hash first; a server that does not know the hash gets the text, on
     /// the same connection and to the same key. `SCRIPT LOAD` would go to every node of a cluster.
-    pub(super) async fn send(&self, connection: &mut MultiplexedConnection) -> RedisResult<Value> {
-        match self.arguments.query_async(connection).await {
+    ///
+    /// `asking` is for a node that takes a slot over and has been named by the one that gives it.
+    pub(super) async fn send(
+        &self,
+        connection: &mut MultiplexedConnection,
+        asking: bool,
+    ) -> RedisResult<Answer> {
+        if self.in_full {
+            return self.send_once(&self.with_text(), connection, asking).await;
+        }
+        match self.send_once(&self.arguments, connection, asking).await {
             Err(error) if error.code() == Some("NOSCRIPT") => {
-                self.with_text().query_async(connection).await
+                self.send_once(&self.with_text(), connection, asking).await
             }
             reply => reply,
         }
+    }
+
+    async fn send_once(
+        &self,
+        script: &Cmd,
+        connection: &mut MultiplexedConnection,
+        asking: bool,
+    ) -> RedisResult<Answer> {
+        if self.wait.is_none() && !asking {
+            let value = script.query_async(connection).await?;
+            return Ok(Answer { value, replicas: None });
+        }
+        // One pipeline is one write on one connection. WAIT counts what its own connection wrote: on
+        // another one it would be content at once.
+        let mut pipeline = ::redis::pipe();
+        if asking {
+            pipeline.cmd("ASKING");
+        }
+        pipeline.add_command(script.clone());
+        if let Some(wait) = self.wait {
+            pipeline.cmd("WAIT").arg(wait.replicas).arg(wait.milliseconds);
+        }
+        let replies = pipeline.len();
+        let mut replies = connection.send_packed_commands(&pipeline, 0, replies).await?.into_iter();
+        if asking {
+            replies.next();
+        }
+        let value = match replies.next() {
+            Some(Value::ServerError(error)) => return Err(error.into()),
+            Some(value) => value,
+            None => Value::Nil,
+        };
+        let replicas = self.wait.map(|_| match replies.next() {
+            Some(Value::Int(replicas)) => u32::try_from(replicas).unwrap_or(u32::MAX),
+            // An error, from a user without the right to WAIT or a server without the command.
+            _ => 0,
+        });
+        Ok(Answer { value, replicas })
     }
 
     fn with_text(&self) -> Cmd {

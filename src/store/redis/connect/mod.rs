@@ -1,23 +1,31 @@
 //! Where connections come from, and what becomes of them when something goes wrong.
 //!
-//! Two providers: one shared connection that is watched and replaced, and a pool that the program
+//! Two providers: connections of our own that are watched and replaced, and a pool that the program
 //! runs already. Neither repeats a call: a script that may have run is reported as such, and
 //! whoever knows the claim decides.
 
+mod address;
+mod cluster;
+mod dial;
+mod lanes;
+mod node;
 mod pool;
+mod sentinel;
 mod shared;
 
 use std::fmt;
 use std::time::Duration;
 
-use ::redis::{
-    AsyncConnectionConfig, Client, ErrorKind, IntoConnectionInfo, RedisError, RedisResult, Value,
-};
+use ::redis::aio::MultiplexedConnection;
+use ::redis::{Cmd, ErrorKind, RedisError, RedisResult, Value};
 
+pub(super) use address::{Address, AddressError, Certificates};
+pub(super) use cluster::Cluster;
+pub(super) use dial::Dialer;
+pub(super) use node::Node;
 pub(super) use pool::Pooled;
-pub(super) use shared::Shared;
 
-use super::script::Call;
+use super::script::{Answer, Call};
 use crate::error::StoreErrorKind;
 
 pub(super) type Cause = Box<dyn std::error::Error + Send + Sync>;
@@ -33,15 +41,6 @@ pub(super) const CALL_TIMEOUT: Duration = Duration::from_millis(600);
 /// One lost SYN is sent again after a second, so two seconds survive one; and a start against a
 /// frozen server fails within three, the version check included.
 pub(super) const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
-
-/// How long sent bytes may stay unacknowledged before the kernel gives the connection up. Far beyond
-/// what a call waits, since the watchdog is faster; it ends connections to hosts that vanished.
-#[cfg(target_os = "linux")]
-const TCP_USER_TIMEOUT: Duration = Duration::from_secs(10);
-
-/// How long a connection is idle before the kernel asks if the other side is there. Below the
-/// minutes after which common firewalls forget an idle connection.
-const KEEPALIVE_IDLE: Duration = Duration::from_secs(30);
 
 /// Which calls may wait for which.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -118,23 +117,72 @@ pub(super) enum TooLong {
     Connection(Duration),
     #[error("no free slot in the pool within {0:?}")]
     Slot(Duration),
+    #[error("no connection was free to wait for replicas on within {0:?}")]
+    Lane(Duration),
     #[error("no reply within {0:?}")]
     Reply(Duration),
 }
 
+/// What is sent.
+#[derive(Clone, Copy)]
+pub(super) enum Message<'a> {
+    /// A script. `asking` is for a node that takes a slot over and has been named by its owner.
+    Script { call: &'a Call, asking: bool },
+    /// A command that changes nothing.
+    Question(&'a Cmd),
+}
+
+impl Message<'_> {
+    fn waits(&self) -> bool {
+        matches!(self, Self::Script { call, .. } if call.waits())
+    }
+
+    fn fell_short(&self, answer: &Answer) -> bool {
+        matches!(self, Self::Script { call, .. } if call.shortfall(answer).is_some())
+    }
+
+    async fn send(&self, connection: &mut MultiplexedConnection) -> RedisResult<Answer> {
+        match self {
+            Self::Script { call, asking } => call.send(connection, *asking).await,
+            Self::Question(cmd) => {
+                let value = cmd.query_async(connection).await?;
+                Ok(Answer { value, replicas: None })
+            }
+        }
+    }
+}
+
 /// Where connections come from.
 pub(super) enum Connections {
-    Shared(Shared),
+    Node(Node),
     Pool(Pooled),
+    Cluster(Cluster),
 }
 
 impl Connections {
     /// Runs a script. Takes at most twice the call timeout: once for a connection, once for a reply.
-    pub(super) async fn run(&self, call: &Call, urgency: Urgency) -> Result<Value, Failure> {
+    pub(super) async fn run(&self, call: &Call, urgency: Urgency) -> Result<Answer, Failure> {
+        let message = Message::Script { call, asking: false };
         match self {
-            Self::Shared(shared) => shared.run(call).await,
-            Self::Pool(pool) => pool.run(call, urgency).await,
+            Self::Node(node) => node.run(message, urgency).await,
+            Self::Pool(pool) => pool.run(message, urgency).await,
+            Self::Cluster(cluster) => cluster.run(call, urgency).await,
         }
+    }
+
+    pub(super) fn are_a_cluster(&self) -> bool {
+        matches!(self, Self::Cluster(_))
+    }
+
+    /// Asks every server that takes writes.
+    pub(super) async fn ask(&self, question: &Cmd) -> Vec<Result<Value, Failure>> {
+        let message = Message::Question(question);
+        let answer = match self {
+            Self::Node(node) => node.run(message, Urgency::Urgent).await,
+            Self::Pool(pool) => pool.run(message, Urgency::Urgent).await,
+            Self::Cluster(cluster) => return cluster.ask(question).await,
+        };
+        vec![answer.map(|answer| answer.value)]
     }
 }
 
@@ -142,46 +190,11 @@ impl fmt::Debug for Connections {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         // Never the client: it holds the password.
         f.write_str(match self {
-            Self::Shared(_) => "shared connection",
+            Self::Node(_) => "shared connection",
             Self::Pool(_) => "pool",
+            Self::Cluster(_) => "cluster",
         })
     }
-}
-
-/// Makes connections, with an explicit limit on everything.
-pub(super) struct Dialer {
-    client: Client,
-    config: AsyncConnectionConfig,
-}
-
-impl Dialer {
-    /// A dialer for this address.
-    pub(super) fn new(url: &str, connect_timeout: Duration) -> RedisResult<Self> {
-        let info = url.into_connection_info()?;
-        let settings = tcp_settings(info.tcp_settings().clone());
-        let client = Client::open(info.set_tcp_settings(settings))?;
-        // The time of a reply is limited once per call, by us; a second timer would cost and say
-        // the same.
-        let config = AsyncConnectionConfig::new()
-            .set_connection_timeout(Some(connect_timeout))
-            .set_response_timeout(None);
-        Ok(Self { client, config })
-    }
-
-    async fn dial(&self) -> RedisResult<::redis::aio::MultiplexedConnection> {
-        self.client.get_multiplexed_async_connection_with_config(&self.config).await
-    }
-}
-
-fn tcp_settings(settings: ::redis::io::tcp::TcpSettings) -> ::redis::io::tcp::TcpSettings {
-    // Without NODELAY a small command waits for the acknowledgement of the one before, which on a
-    // real network is a round trip. (On loopback it costs a little, since fewer commands share a
-    // packet.)
-    let keepalive = ::redis::io::tcp::socket2::TcpKeepalive::new().with_time(KEEPALIVE_IDLE);
-    let settings = settings.set_nodelay(true).set_keepalive(keepalive);
-    #[cfg(target_os = "linux")]
-    let settings = settings.set_user_timeout(TCP_USER_TIMEOUT);
-    settings
 }
 
 #[cfg(test)]

@@ -6,12 +6,11 @@
 use std::time::Duration;
 
 use ::deadpool_redis::{Connection, Pool};
-use ::redis::Value;
 use tokio::sync::Semaphore;
 use tokio::time::timeout;
 
-use super::{Failure, TooLong, Urgency, is_readonly};
-use crate::store::redis::script::Call;
+use super::{Failure, Message, TooLong, Urgency, is_readonly};
+use crate::store::redis::script::Answer;
 
 /// The pool, and a cap on the claims in it.
 pub(in crate::store::redis) struct Pooled {
@@ -27,11 +26,15 @@ impl Pooled {
         Self { pool, claims: Semaphore::new(slots), call_timeout }
     }
 
-    /// Runs a script.
+    /// Sends a message and waits for its reply.
     ///
     /// # Cancel safety
     /// A connection whose call was dropped half-way leaves the pool, as one that timed out does.
-    pub(super) async fn run(&self, call: &Call, urgency: Urgency) -> Result<Value, Failure> {
+    pub(super) async fn run(
+        &self,
+        message: Message<'_>,
+        urgency: Urgency,
+    ) -> Result<Answer, Failure> {
         let limit = self.call_timeout;
         let waiting = async {
             let turn = match urgency {
@@ -48,10 +51,10 @@ impl Pooled {
             Err(_) => return Err(Failure::NotSent(TooLong::Slot(limit).into())),
         };
         let Some(connection) = &mut slot.0 else { return Err(Failure::NotSent("no slot".into())) };
-        let failure = match timeout(limit, call.send(connection)).await {
-            Ok(Ok(value)) => {
+        let failure = match timeout(limit, message.send(connection)).await {
+            Ok(Ok(answer)) => {
                 slot.give_back();
-                return Ok(value);
+                return Ok(answer);
             }
             Ok(Err(error)) => Failure::of_reply(error),
             Err(_) => Failure::NoAnswer(TooLong::Reply(limit).into()),

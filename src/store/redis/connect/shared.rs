@@ -11,12 +11,12 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use ::redis::aio::MultiplexedConnection;
-use ::redis::{RedisError, RedisResult, Value};
+use ::redis::{RedisError, RedisResult};
 use tokio::sync::watch;
 use tokio::time::{Instant, timeout, timeout_at};
 
-use super::{Dialer, Failure, TooLong, is_readonly};
-use crate::store::redis::script::Call;
+use super::{Dialer, Failure, Message, TooLong, is_readonly};
+use crate::store::redis::script::Answer;
 
 /// How many calls in a row may go unanswered before the connection counts as silent. One is an
 /// accident and two are bad luck; and a needless replacement costs only a handshake.
@@ -33,10 +33,10 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 
 /// The shared connection. Clones share it.
 #[derive(Clone)]
-pub(in crate::store::redis) struct Shared(Arc<Inner>);
+pub(super) struct Shared(Arc<Inner>);
 
 struct Inner {
-    dialer: Dialer,
+    dialer: Arc<Dialer>,
     call_timeout: Duration,
     state: Mutex<State>,
 }
@@ -87,41 +87,48 @@ impl std::error::Error for NoConnection {
 }
 
 impl Shared {
-    /// Connects, so that an address where nobody is shows at the start of the program.
-    pub(in crate::store::redis) async fn connect(
-        dialer: Dialer,
-        call_timeout: Duration,
-    ) -> RedisResult<Self> {
-        let connection = dialer.dial().await?;
+    /// A connection that is made when there is something to send.
+    pub(super) fn lazy(dialer: Arc<Dialer>, call_timeout: Duration) -> Self {
         let state = State {
-            line: Some(Line::new(connection)),
+            line: None,
             dialing: None,
             failed: 0,
             not_before: Instant::now(),
             last_failure: None,
         };
-        Ok(Self(Arc::new(Inner { dialer, call_timeout, state: Mutex::new(state) })))
+        Self(Arc::new(Inner { dialer, call_timeout, state: Mutex::new(state) }))
     }
 
-    /// Runs a script.
+    /// Connects now.
+    pub(super) async fn begin(&self) -> RedisResult<()> {
+        let connection = self.0.dialer.dial().await?;
+        self.lock().line = Some(Line::new(connection));
+        Ok(())
+    }
+
+    /// Sends a message and waits for its reply.
     ///
     /// # Cancel safety
     /// redis-rs matches replies to calls in order and throws the reply of a dropped call away.
-    pub(super) async fn run(&self, call: &Call) -> Result<Value, Failure> {
+    pub(super) async fn run(&self, message: Message<'_>) -> Result<Answer, Failure> {
         let line = self.line().await?;
         let mut connection = line.connection.clone();
         let limit = self.0.call_timeout;
         let waiting = Waiting { shared: self, line: &line, since: Instant::now() };
-        let reply = timeout(limit, call.send(&mut connection)).await;
+        let reply = timeout(limit, message.send(&mut connection)).await;
         if reply.is_ok() {
             waiting.over();
         } else {
             drop(waiting);
         }
         let failure = match reply {
-            Ok(Ok(value)) => {
+            Ok(Ok(answer)) => {
                 line.answered();
-                return Ok(value);
+                // A primary that lost its replicas may be one that its Sentinels have given up.
+                if message.fell_short(&answer) && self.0.dialer.follows() {
+                    self.look_for_primary(&line);
+                }
+                return Ok(answer);
             }
             Ok(Err(error)) => Failure::of_reply(error),
             Err(_) => return Err(Failure::NoAnswer(TooLong::Reply(limit).into())),

@@ -1,0 +1,230 @@
+//! Addresses: one server, a group watched by Sentinels, or a cluster.
+
+use ::redis::{ConnectionAddr, ConnectionInfo, IntoConnectionInfo, RedisError};
+
+/// Where Sentinels listen unless their address says otherwise.
+const SENTINEL_PORT: u16 = 26_379;
+
+/// The certificates of a TLS connection.
+#[cfg(feature = "redis-tls")]
+pub(in crate::store::redis) type Certificates = ::redis::TlsCertificates;
+/// Nothing can be set without the feature.
+#[cfg(not(feature = "redis-tls"))]
+pub(in crate::store::redis) type Certificates = std::convert::Infallible;
+
+/// What an address leads to.
+#[derive(Debug)]
+pub(in crate::store::redis) enum Address {
+    One(ConnectionInfo),
+    Sentinel {
+        sentinels: Vec<ConnectionInfo>,
+        name: Box<str>,
+        /// How to connect to the primary; the place is what the Sentinels say.
+        primary: ConnectionInfo,
+    },
+    Cluster(Vec<ConnectionInfo>),
+}
+
+/// What is wrong with an address. Never shows it: it may hold a password.
+#[derive(Debug, thiserror::Error)]
+pub(in crate::store::redis) enum AddressError {
+    #[error(transparent)]
+    Unreadable(#[from] RedisError),
+    #[error("no master name: redis+sentinel://host:port,host:port/NAME")]
+    NoMasterName,
+    #[error("a cluster has no numbered databases; leave /{0} out")]
+    ClusterDatabase(i64),
+    #[cfg(not(feature = "redis-tls"))]
+    #[error("{0}:// asks for TLS: switch the feature `redis-tls` of tower-idempotency on")]
+    TlsFeature(&'static str),
+    #[cfg(feature = "redis-tls")]
+    #[error(
+        "TLS needs a crypto provider, and the program has not chosen one: at its start, call \
+         `rustls::crypto::ring::default_provider().install_default()`, or the same of `aws_lc_rs`"
+    )]
+    NoCryptoProvider,
+    #[cfg(feature = "redis-tls")]
+    #[error("certificates are set, and the address does not ask for TLS; use rediss://")]
+    CertificatesWithoutTls,
+}
+
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+enum Kind {
+    One,
+    Sentinel,
+    Cluster,
+}
+
+/// Scheme, the scheme for each server, and what it leads to.
+const SCHEMES: [(&str, &str, Kind); 11] = [
+    ("redis", "redis", Kind::One),
+    ("rediss", "rediss", Kind::One),
+    ("valkey", "valkey", Kind::One),
+    ("valkeys", "valkeys", Kind::One),
+    ("unix", "unix", Kind::One),
+    ("redis+unix", "redis+unix", Kind::One),
+    ("valkey+unix", "valkey+unix", Kind::One),
+    ("redis+sentinel", "redis", Kind::Sentinel),
+    ("rediss+sentinel", "rediss", Kind::Sentinel),
+    ("redis+cluster", "redis", Kind::Cluster),
+    ("rediss+cluster", "rediss", Kind::Cluster),
+];
+
+impl Address {
+    /// Reads an address, and prepares TLS if it asks for it.
+    pub(in crate::store::redis) fn parse(
+        url: &str,
+        certificates: Option<&Certificates>,
+    ) -> Result<Self, AddressError> {
+        let (scheme, rest) = url.split_once("://").unwrap_or_default();
+        let Some((scheme, server, kind)) = SCHEMES.into_iter().find(|known| known.0 == scheme)
+        else {
+            // redis-rs says what is wrong with it.
+            return Ok(Self::One(url.into_connection_info()?));
+        };
+        if ["rediss", "valkeys"].contains(&server) {
+            tls_is_possible(scheme)?;
+        }
+        if kind == Kind::One {
+            return Ok(Self::One(secured(url.into_connection_info()?, certificates)?));
+        }
+        let (rest, query) = rest.split_once('?').unwrap_or((rest, ""));
+        let (authority, path) = rest.split_once('/').unwrap_or((rest, ""));
+        let (user, hosts) = authority.rsplit_once('@').unwrap_or(("", authority));
+        let user = if user.is_empty() { String::new() } else { format!("{user}@") };
+        let info = |user: &str, host: &str, database: &str| -> Result<_, AddressError> {
+            let url = format!("{server}://{user}{host}/{database}?{query}");
+            secured(url.into_connection_info()?, certificates)
+        };
+        if kind == Kind::Cluster {
+            let seeds: Vec<_> =
+                hosts.split(',').map(|host| info(&user, host, path)).collect::<Result<_, _>>()?;
+            match seeds.iter().map(|seed| seed.redis_settings().db()).find(|&db| db != 0) {
+                Some(database) => return Err(AddressError::ClusterDatabase(database)),
+                None => return Ok(Self::Cluster(seeds)),
+            }
+        }
+        let (name, database) = path.split_once('/').unwrap_or((path, ""));
+        if name.is_empty() {
+            return Err(AddressError::NoMasterName);
+        }
+        let first = hosts.split(',').next().unwrap_or_default();
+        let primary = info(&user, first, database)?;
+        let sentinels = hosts.split(',').map(|host| info("", &with_port(host), ""));
+        let sentinels = sentinels.collect::<Result<_, _>>()?;
+        Ok(Self::Sentinel { sentinels, name: name.into(), primary })
+    }
+}
+
+fn with_port(host: &str) -> String {
+    // The colons of an IPv6 address stand in brackets.
+    match host.rsplit(']').next() {
+        Some(tail) if !tail.contains(':') => format!("{host}:{SENTINEL_PORT}"),
+        Some(_) | None => host.to_owned(),
+    }
+}
+
+/// Host and port of an address; a socket has neither.
+pub(super) fn place_of(info: &ConnectionInfo) -> Option<(&str, u16)> {
+    match info.addr() {
+        ConnectionAddr::Tcp(host, port) | ConnectionAddr::TcpTls { host, port, .. } => {
+            Some((host, *port))
+        }
+        ConnectionAddr::Unix(_) => None,
+        // A kind that redis-rs may add.
+        _ => None,
+    }
+}
+
+/// The same way to connect, to another place.
+pub(super) fn moved(info: &ConnectionInfo, host: &str, port: u16) -> ConnectionInfo {
+    let host = host.to_owned();
+    let address = if let ConnectionAddr::TcpTls { insecure, tls_params, .. } = info.addr() {
+        let (insecure, tls_params) = (*insecure, tls_params.clone());
+        ConnectionAddr::TcpTls { host, port, insecure, tls_params }
+    } else {
+        ConnectionAddr::Tcp(host, port)
+    };
+    info.clone().set_addr(address)
+}
+
+#[cfg(feature = "redis-tls")]
+fn tls_is_possible(_scheme: &'static str) -> Result<(), AddressError> {
+    // Without one, rustls panics when it connects. The choice is the program's.
+    match ::rustls::crypto::CryptoProvider::get_default() {
+        Some(_) => Ok(()),
+        None => Err(AddressError::NoCryptoProvider),
+    }
+}
+
+#[cfg(not(feature = "redis-tls"))]
+fn tls_is_possible(scheme: &'static str) -> Result<(), AddressError> {
+    Err(AddressError::TlsFeature(scheme))
+}
+
+#[cfg(feature = "redis-tls")]
+fn secured(
+    info: ConnectionInfo,
+    certificates: Option<&Certificates>,
+) -> Result<ConnectionInfo, AddressError> {
+    let Some(certificates) = certificates else { return Ok(info) };
+    if !matches!(info.addr(), ConnectionAddr::TcpTls { .. }) {
+        return Err(AddressError::CertificatesWithoutTls);
+    }
+    let client = ::redis::Client::build_with_tls(info, certificates.clone())?;
+    Ok(client.get_connection_info().clone())
+}
+
+#[cfg(not(feature = "redis-tls"))]
+fn secured(
+    info: ConnectionInfo,
+    _certificates: Option<&Certificates>,
+) -> Result<ConnectionInfo, AddressError> {
+    Ok(info)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn places(infos: &[ConnectionInfo]) -> Vec<(&str, u16)> {
+        infos.iter().filter_map(place_of).collect()
+    }
+
+    #[test]
+    fn the_hosts_of_a_cluster_share_user_and_password() {
+        let Ok(Address::Cluster(seeds)) =
+            Address::parse("redis+cluster://pay:pa%40ss@a:7001,[::1]:7002,c", None)
+        else {
+            panic!("a cluster")
+        };
+        assert_eq!(places(&seeds), [("a", 7001), ("::1", 7002), ("c", 6379)]);
+        assert!(seeds.iter().all(|seed| seed.redis_settings().username() == Some("pay")));
+        assert!(Address::parse("redis+cluster://a:1/3", None).is_err());
+        assert!(Address::parse("redis+cluster://", None).is_err());
+    }
+
+    #[test]
+    fn sentinels_do_not_get_the_password_of_the_primary() {
+        let Ok(Address::Sentinel { sentinels, name, primary }) =
+            Address::parse("redis+sentinel://u:p@a,b:7,[::1]/pay/4", None)
+        else {
+            panic!("Sentinels")
+        };
+        assert_eq!(places(&sentinels), [("a", 26_379), ("b", 7), ("::1", 26_379)]);
+        assert!(sentinels.iter().all(|sentinel| sentinel.redis_settings().username().is_none()));
+        assert_eq!((&*name, primary.redis_settings().db()), ("pay", 4));
+        assert_eq!(primary.redis_settings().username(), Some("u"));
+        for bad in ["redis+sentinel://a:1", "redis+sentinel://a:1/", "redis+sentinel:///m"] {
+            assert!(Address::parse(bad, None).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn an_address_in_another_place_keeps_everything_else() {
+        let info = "redis://u:p@a:1/2".into_connection_info().unwrap();
+        let info = moved(&info, "b", 3);
+        assert_eq!(place_of(&info), Some(("b", 3)));
+        assert_eq!((info.redis_settings().db(), info.redis_settings().username()), (2, Some("u")));
+    }
+}

@@ -1,0 +1,348 @@
+//! A cluster: each key on the node that has its slot.
+//!
+//! A call touches one key, so it goes to one node and is never split. What a node refuses (MOVED,
+//! ASK, TRYAGAIN) it has not done, so it is sent on at once; what has no answer is never sent again
+//! here. A cluster client that repeats calls by itself would do so without knowing what they mean.
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use ::redis::{Cmd, ConnectionInfo, RedisError, Value};
+use tokio::time::{Instant, sleep, timeout};
+
+use super::address::{moved, place_of};
+use super::{Dialer, Failure, Message, Node, TooLong, Urgency};
+use crate::store::redis::script::{Answer, Call};
+
+const SLOTS: usize = 16_384;
+
+/// How often one call is sent on. A slot moves once, and a cluster that moves it again and again
+/// within one call is not well.
+const MOST_REDIRECTIONS: usize = 6;
+
+/// The pause before a node is asked again that said TRYAGAIN: a key is moved within a millisecond.
+const TRY_AGAIN_AFTER: Duration = Duration::from_millis(20);
+
+/// The least time between two looks at the map, however many calls fail. A failover takes seconds.
+const BETWEEN_LOOKS: Duration = Duration::from_millis(100);
+
+/// Clones share the nodes.
+#[derive(Clone)]
+pub(in crate::store::redis) struct Cluster(Arc<Inner>);
+
+struct Inner {
+    /// How to connect to a node, whatever its place is.
+    template: ConnectionInfo,
+    connect_timeout: Duration,
+    call_timeout: Duration,
+    seeds: Vec<Arc<Member>>,
+    map: Mutex<Map>,
+    looking: AtomicBool,
+    next_to_ask: AtomicUsize,
+}
+
+struct Map {
+    members: HashMap<(String, u16), Arc<Member>>,
+    /// Who has which slot.
+    owners: Vec<Option<Arc<Member>>>,
+}
+
+struct Member {
+    host: String,
+    node: Node,
+}
+
+/// A node's part of the slots: first, last, host and port.
+type Range = (usize, usize, String, u16);
+
+#[derive(Clone, Copy, Debug, thiserror::Error)]
+enum Lost {
+    #[error("no node of the cluster is known to have the key's slot")]
+    NoOwner,
+    #[error("the cluster sent the call on {MOST_REDIRECTIONS} times, and no node took it")]
+    TooManyRedirections,
+    #[error("the node's reply about the slots of the cluster cannot be read")]
+    UnreadableMap,
+}
+
+impl Cluster {
+    /// Connects to the first of these nodes that knows the cluster.
+    pub(in crate::store::redis) async fn connect(
+        seeds: Vec<ConnectionInfo>,
+        connect_timeout: Duration,
+        call_timeout: Duration,
+    ) -> Result<Self, Failure> {
+        let template = seeds.first().cloned().ok_or_else(|| not_sent(Lost::NoOwner))?;
+        let member = |seed: &ConnectionInfo| {
+            let (host, port) = place_of(seed).unwrap_or(("", 0));
+            let dialer = Dialer::new(seed.clone(), connect_timeout);
+            let node =
+                Node::lazy(dialer.map_err(|error| Failure::NotSent(error.into()))?, call_timeout);
+            Ok(((host.to_owned(), port), Arc::new(Member { host: host.to_owned(), node })))
+        };
+        let members: Vec<_> = seeds.iter().map(member).collect::<Result<_, Failure>>()?;
+        let this = Self(Arc::new(Inner {
+            template,
+            connect_timeout,
+            call_timeout,
+            seeds: members.iter().map(|(_, member)| Arc::clone(member)).collect(),
+            map: Mutex::new(Map {
+                members: members.into_iter().collect(),
+                owners: vec![None; SLOTS],
+            }),
+            looking: AtomicBool::new(false),
+            next_to_ask: AtomicUsize::new(0),
+        }));
+        let deadline = Instant::now() + connect_timeout;
+        loop {
+            match this.look().await {
+                Ok(()) => return Ok(this),
+                Err(failure @ Failure::Refused(_)) => return Err(failure),
+                Err(failure) if Instant::now() >= deadline => return Err(failure),
+                Err(_) => sleep(BETWEEN_LOOKS).await,
+            }
+        }
+    }
+
+    /// Runs a script where its key is. Takes at most twice the call timeout.
+    pub(super) async fn run(&self, call: &Call, urgency: Urgency) -> Result<Answer, Failure> {
+        let limit = self.0.call_timeout * 2;
+        match timeout(limit, self.follow(call, urgency)).await {
+            Ok(result) => result,
+            Err(_) => Err(Failure::NoAnswer(TooLong::Reply(limit).into())),
+        }
+    }
+
+    async fn follow(&self, call: &Call, urgency: Urgency) -> Result<Answer, Failure> {
+        let slot = slot_of(call.key());
+        let mut asking = false;
+        let mut member = self.owner(slot)?;
+        for _ in 0..=MOST_REDIRECTIONS {
+            let message = Message::Script { call, asking };
+            let error = match member.node.run(message, urgency).await {
+                Ok(answer) => {
+                    if message.fell_short(&answer) {
+                        self.look_soon();
+                    }
+                    return Ok(answer);
+                }
+                Err(Failure::Refused(error)) => error,
+                Err(failure) => {
+                    self.look_soon();
+                    return Err(failure);
+                }
+            };
+            asking = false;
+            match error.code() {
+                Some("MOVED") => {
+                    member = self.named(&error, &member)?;
+                    self.lock().owners[slot] = Some(Arc::clone(&member));
+                    self.look_soon();
+                }
+                Some("ASK") => {
+                    member = self.named(&error, &member)?;
+                    asking = true;
+                }
+                Some("TRYAGAIN") => {
+                    sleep(TRY_AGAIN_AFTER).await;
+                    member = self.owner(slot)?;
+                }
+                Some("CLUSTERDOWN" | "READONLY" | "LOADING" | "MASTERDOWN") => {
+                    self.look_soon();
+                    return Err(Failure::Refused(error));
+                }
+                Some(_) | None => return Err(Failure::Refused(error)),
+            }
+        }
+        Err(not_sent(Lost::TooManyRedirections))
+    }
+
+    /// Asks every node that has slots.
+    pub(super) async fn ask(&self, question: &Cmd) -> Vec<Result<Value, Failure>> {
+        let mut owners: Vec<Arc<Member>> = self.lock().owners.iter().flatten().cloned().collect();
+        owners.dedup_by(|one, other| Arc::ptr_eq(one, other));
+        owners.sort_by_key(|member| Arc::as_ptr(member) as usize);
+        owners.dedup_by(|one, other| Arc::ptr_eq(one, other));
+        let answers = owners.iter().map(async |member| {
+            let answer = member.node.run(Message::Question(question), Urgency::Urgent).await?;
+            Ok(answer.value)
+        });
+        futures_util::future::join_all(answers).await
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Map> {
+        // Nothing that can panic runs while the map is half changed.
+        self.0.map.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn owner(&self, slot: usize) -> Result<Arc<Member>, Failure> {
+        let owner = self.lock().owners[slot].clone();
+        owner.ok_or_else(|| {
+            self.look_soon();
+            not_sent(Lost::NoOwner)
+        })
+    }
+
+    /// The node that a refusal names.
+    fn named(&self, error: &RedisError, by: &Member) -> Result<Arc<Member>, Failure> {
+        let place = error.redirect_node().and_then(|(address, _)| address.rsplit_once(':'));
+        let place = place.and_then(|(host, port)| Some((host, port.parse().ok()?)));
+        let Some((host, port)) = place else { return Err(not_sent(Lost::UnreadableMap)) };
+        let host = if known(host) { host } else { &by.host };
+        self.member(&mut self.lock(), host, port)
+    }
+
+    fn member(&self, map: &mut Map, host: &str, port: u16) -> Result<Arc<Member>, Failure> {
+        if let Some(member) = map.members.get(&(host.to_owned(), port)) {
+            return Ok(Arc::clone(member));
+        }
+        let info = moved(&self.0.template, host, port);
+        let dialer = Dialer::new(info, self.0.connect_timeout);
+        let dialer = dialer.map_err(|error| Failure::NotSent(error.into()))?;
+        let node = Node::lazy(dialer, self.0.call_timeout);
+        let member = Arc::new(Member { host: host.to_owned(), node });
+        map.members.insert((host.to_owned(), port), Arc::clone(&member));
+        Ok(member)
+    }
+
+    /// Looks at the map in a task of its own, unless one is doing so already.
+    fn look_soon(&self) {
+        if self.0.looking.swap(true, Ordering::AcqRel) {
+            return;
+        }
+        let this = self.clone();
+        // Nobody joins it: it ends within the time limits of the nodes it asks.
+        tokio::spawn(async move {
+            if let Err(failure) = this.look().await {
+                tracing::warn!(cause = %failure.into_cause(), "no node of the cluster says who has which slots");
+            }
+            sleep(BETWEEN_LOOKS).await;
+            this.0.looking.store(false, Ordering::Release);
+        });
+    }
+
+    /// Asks one node after another who has which slots, until one answers; each time beginning with
+    /// another one, since one that is cut off from the rest would tell old tales.
+    async fn look(&self) -> Result<(), Failure> {
+        let mut question = Cmd::new();
+        question.arg("CLUSTER").arg("SLOTS");
+        let mut members: Vec<_> = self.lock().members.values().cloned().collect();
+        let first = self.0.next_to_ask.fetch_add(1, Ordering::Relaxed) % members.len().max(1);
+        members.rotate_left(first);
+        members.extend(self.0.seeds.iter().cloned());
+        let mut failure = not_sent(Lost::NoOwner);
+        for member in members {
+            match member.node.run(Message::Question(&question), Urgency::Urgent).await {
+                Ok(answer) => match ranges(&answer.value, &member.host) {
+                    Some(ranges) if !ranges.is_empty() => return self.learn(&ranges),
+                    Some(_) | None => failure = not_sent(Lost::UnreadableMap),
+                },
+                Err(said) => failure = said,
+            }
+        }
+        Err(failure)
+    }
+
+    fn learn(&self, ranges: &[Range]) -> Result<(), Failure> {
+        let mut map = self.lock();
+        let mut owners = vec![None; SLOTS];
+        for (first, last, host, port) in ranges {
+            let member = self.member(&mut map, host, *port)?;
+            for owner in owners.iter_mut().take(last + 1).skip(*first) {
+                *owner = Some(Arc::clone(&member));
+            }
+        }
+        // Nodes without slots keep no connection. Seeds stay: one may be a name for many nodes.
+        map.members.retain(|_, member| {
+            ranges.iter().any(|(first, ..)| {
+                owners[*first].as_ref().is_some_and(|owner| Arc::ptr_eq(owner, member))
+            })
+        });
+        map.owners = owners;
+        Ok(())
+    }
+}
+
+fn not_sent(lost: Lost) -> Failure {
+    Failure::NotSent(lost.into())
+}
+
+/// A node that does not know its own name says nothing, or a question mark.
+fn known(host: &str) -> bool {
+    !host.is_empty() && host != "?"
+}
+
+/// Reads the answer to CLUSTER SLOTS. Only owners count: a replica is never written to.
+#[allow(clippy::wildcard_enum_match_arm, reason = "a name is text or is not there")]
+fn ranges(answer: &Value, asked: &str) -> Option<Vec<Range>> {
+    let Value::Array(entries) = answer else { return None };
+    let read = |entry: &Value| -> Option<Range> {
+        let Value::Array(entry) = entry else { return None };
+        let [Value::Int(first), Value::Int(last), Value::Array(owner), ..] = entry.as_slice()
+        else {
+            return None;
+        };
+        let [host, Value::Int(port), ..] = owner.as_slice() else { return None };
+        // A node that does not know its own name sends none.
+        let host = match host {
+            Value::BulkString(host) => std::str::from_utf8(host).ok()?,
+            _ => "",
+        };
+        let host = if known(host) { host } else { asked };
+        let (first, last) = (usize::try_from(*first).ok()?, usize::try_from(*last).ok()?);
+        let fits = first <= last && last < SLOTS;
+        fits.then_some((first, last, host.to_owned(), u16::try_from(*port).ok()?))
+    };
+    entries.iter().map(read).collect()
+}
+
+/// The slot of a key: of what stands in its first pair of braces, as in all keys of ours.
+fn slot_of(key: &str) -> usize {
+    let tag = key.split_once('{').and_then(|(_, rest)| rest.split_once('}')).map(|(tag, _)| tag);
+    let tag = tag.filter(|tag| !tag.is_empty()).unwrap_or(key);
+    usize::from(crc16(tag.as_bytes())) % SLOTS
+}
+
+/// CRC-16/XMODEM.
+fn crc16(bytes: &[u8]) -> u16 {
+    bytes.iter().fold(0, |crc, &byte| {
+        (0..8).fold(crc ^ (u16::from(byte) << 8), |crc, _| {
+            if crc & 0x8000 == 0 { crc << 1 } else { (crc << 1) ^ 0x1021 }
+        })
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn slots_are_those_of_the_cluster_specification() {
+        assert_eq!(crc16(b"123456789"), 0x31C3);
+        // As `CLUSTER KEYSLOT` says.
+        for (key, slot) in [("foo", 12_182), ("{foo}.bar", 12_182), ("a{foo}{bar}", 12_182)] {
+            assert_eq!(slot_of(key), slot, "{key}");
+        }
+        assert_eq!(slot_of("a{}b"), usize::from(crc16(b"a{}b")) % SLOTS);
+    }
+
+    #[test]
+    fn a_map_that_makes_no_sense_is_refused() {
+        let text = |text: &str| Value::BulkString(text.as_bytes().to_vec());
+        let entry = |first, last, host: &str, port| {
+            let owner = Value::Array(vec![text(host), Value::Int(port), text("id")]);
+            Value::Array(vec![Value::Int(first), Value::Int(last), owner])
+        };
+        let map = |entry| ranges(&Value::Array(vec![entry]), "asked");
+        assert_eq!(map(entry(0, 5, "h", 7)), Some(vec![(0, 5, "h".to_owned(), 7)]));
+        assert_eq!(map(entry(0, 5, "", 7)), Some(vec![(0, 5, "asked".to_owned(), 7)]));
+        assert_eq!(map(entry(0, 16_384, "h", 7)), None);
+        assert_eq!(map(entry(-1, 5, "h", 7)), None);
+        assert_eq!(map(entry(5, 4, "h", 7)), None);
+        assert_eq!(map(entry(0, 5, "h", 70_000)), None);
+        assert_eq!(map(Value::Nil), None);
+        assert_eq!(ranges(&Value::Okay, "asked"), None);
+    }
+}

@@ -1,0 +1,49 @@
+//! One server: a shared connection for most calls, and lanes for those that wait for replicas.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use ::redis::RedisResult;
+
+use super::lanes::Lanes;
+use super::shared::Shared;
+use super::{Dialer, Failure, Message, Urgency};
+use crate::store::redis::script::Answer;
+
+pub(in crate::store::redis) struct Node {
+    shared: Shared,
+    lanes: Lanes,
+}
+
+impl Node {
+    /// Connects, so that an address where nobody is shows at the start of the program.
+    pub(in crate::store::redis) async fn connect(
+        dialer: Dialer,
+        call_timeout: Duration,
+    ) -> RedisResult<Self> {
+        let node = Self::lazy(dialer, call_timeout);
+        node.shared.begin().await?;
+        Ok(node)
+    }
+
+    /// Connects when there is something to send.
+    pub(super) fn lazy(dialer: Dialer, call_timeout: Duration) -> Self {
+        let dialer = Arc::new(dialer);
+        Self {
+            shared: Shared::lazy(Arc::clone(&dialer), call_timeout),
+            lanes: Lanes::new(dialer, call_timeout),
+        }
+    }
+
+    pub(super) async fn run(
+        &self,
+        message: Message<'_>,
+        urgency: Urgency,
+    ) -> Result<Answer, Failure> {
+        if message.waits() {
+            self.lanes.run(message, urgency).await
+        } else {
+            self.shared.run(message).await
+        }
+    }
+}

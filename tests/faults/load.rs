@@ -1,0 +1,267 @@
+//! Random faults under load, and what must hold however many there are.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+use rand::rngs::StdRng;
+use rand::{Rng as _, SeedableRng as _};
+use tokio::sync::Mutex;
+
+use crate::history::{End, History, Promise};
+use crate::line::{Proxy, Way};
+use crate::redis::RedisServer;
+use crate::sandbox::{Call, Connection, Sandbox};
+use crate::site::{Site, is, is_paid, server, sleep};
+
+fn number(name: &str, otherwise: u64) -> u64 {
+    std::env::var(name).map_or(otherwise, |text| text.parse().expect("a number"))
+}
+
+fn seed() -> u64 {
+    let seed = number("FAULTS_SEED", rand::random::<u32>().into());
+    println!("FAULTS_SEED={seed}");
+    seed
+}
+
+const SOURCES: [&str; 5] =
+    ["tok_visa", "tok_slow_60", "tok_charge_then_slow_60", "tok_slow_150", "tok_unavailable_once"];
+const CLIENTS: usize = 8;
+
+/// Two servers of which one after the other is killed and started again, while clients pay.
+async fn kill_servers(kills: u64, recovery: &str, promise: Promise, seed: u64) {
+    let redis = RedisServer::start();
+    let proxy = Proxy::to(redis.port()).await;
+    let folder = tempfile::tempdir().unwrap();
+    let ledger = folder.path().join("ledger.db");
+    let args = ["--lease", "0.5", "--wait", "0.3", "--recovery", recovery];
+    let url = proxy.redis_url();
+    let start = || server(&url, &ledger, &args);
+    let mut servers = [start(), start()];
+    let addresses: Arc<Mutex<Vec<SocketAddr>>> =
+        Arc::new(Mutex::new(servers.iter().map(|server| server.address).collect()));
+    let history = History::default();
+    let stop = Arc::new(AtomicBool::new(false));
+    let paid = Arc::new(AtomicUsize::new(0));
+
+    let clients: Vec<_> = (0..CLIENTS)
+        .map(|client| {
+            let (history, stop, paid) = (history.clone(), Arc::clone(&stop), Arc::clone(&paid));
+            let addresses = Arc::clone(&addresses);
+            let mut random = StdRng::seed_from_u64(seed + client as u64);
+            tokio::spawn(async move {
+                for payment in 0.. {
+                    if stop.load(Ordering::SeqCst) {
+                        return;
+                    }
+                    let key = format!("c{client}-{payment}");
+                    let source = SOURCES[random.random_range(0..SOURCES.len())];
+                    let began = Instant::now();
+                    loop {
+                        // Servers come back elsewhere.
+                        let to = addresses.lock().await.clone();
+                        let to = to[random.random_range(0..to.len())];
+                        let end = history.pay(to, &key, source, 1999).await;
+                        if matches!(end, End::Paid { .. } | End::Unknown) {
+                            break;
+                        }
+                        assert!(began.elapsed() < Duration::from_secs(60), "{key}: {end:?}");
+                        tokio::time::sleep(Duration::from_millis(20)).await;
+                    }
+                    // And once more, as a late duplicate.
+                    if random.random_bool(0.2) {
+                        let to = addresses.lock().await.clone();
+                        history.pay_surely(&to, &key, source, 1999).await;
+                    }
+                    paid.fetch_add(1, Ordering::SeqCst);
+                }
+            })
+        })
+        .collect();
+
+    let mut random = StdRng::seed_from_u64(seed ^ 0x5eed);
+    let began = Instant::now();
+    for kill in 0..kills {
+        sleep(random.random_range(20..350)).await;
+        if random.random_bool(0.2) {
+            proxy.cut_after(Way::Down, random.random_range(0..200));
+        }
+        let victim = usize::from(kill % 2 == 1);
+        servers[victim].signal("KILL");
+        servers[victim].ended();
+        proxy.heal(); // a server that cannot start is another test
+        servers[victim] = tokio::task::block_in_place(start);
+        addresses.lock().await[victim] = servers[victim].address;
+    }
+    stop.store(true, Ordering::SeqCst);
+    for client in clients {
+        client.await.unwrap();
+    }
+    let ends = history.check(&servers[0].ledger().await, promise);
+    println!(
+        "{recovery}: {kills} kills, {} payments, {} cuts, {:.0} s: {ends:?}",
+        paid.load(Ordering::SeqCst),
+        proxy.hits(),
+        began.elapsed().as_secs_f64()
+    );
+    assert!(ends.contains_key("lost"), "no kill ever hit a request");
+    assert!(ends.contains_key("replayed"), "nothing was ever replayed");
+    if promise == Promise::AtMostOnce && kills > 20 {
+        assert!(ends.contains_key("unknown"), "no kill ever hit a running handler");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn killed_servers_charge_nobody_twice() {
+    let minutes = number("FAULTS_SOAK", 0);
+    let end = Instant::now() + Duration::from_secs(minutes * 60);
+    loop {
+        let kills = number("FAULTS_KILLS", 12);
+        let seed = seed();
+        for (recovery, promise) in [
+            ("at-most-once", Promise::AtMostOnce),
+            ("at-least-once", Promise::Deduplicated),
+            ("reconcile", Promise::Deduplicated),
+        ] {
+            kill_servers(kills, recovery, promise, seed).await;
+        }
+        if Instant::now() >= end {
+            return;
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_redis_frozen_under_load_ends_every_request_within_bounds_and_recovers() {
+    let frozen_for = Duration::from_secs(number("FAULTS_FROZEN_SECONDS", 8));
+    let site = Site::start(&[]).await;
+    let began = Instant::now();
+    site.redis.stop();
+    let requests: Vec<_> = (0..500)
+        .map(|n| {
+            let address = site.one.address;
+            tokio::spawn(async move {
+                let mut connection = Connection::open(address).await.unwrap();
+                let call = Call::pay(&format!("frozen-{n}"), "tok_visa");
+                (connection.send(call).await.unwrap(), Instant::now())
+            })
+        })
+        .collect();
+    let mut longest = Duration::ZERO;
+    for request in requests {
+        let (answer, at) = request.await.unwrap();
+        is(&answer, 503, "idempotency_store_unavailable");
+        longest = longest.max(at - began);
+    }
+    assert!(longest < Duration::from_secs(10), "{longest:?}");
+    tokio::time::sleep(frozen_for.saturating_sub(began.elapsed())).await;
+    assert_eq!(site.two.charges().await, 0);
+    site.redis.cont();
+    let thawed = Instant::now();
+    for n in 0..500 {
+        is_paid(&site.settled(&format!("frozen-{n}"), "tok_visa").await);
+    }
+    println!("500 requests: the longest took {longest:?}; all paid {:?} after", thawed.elapsed());
+    site.check(Promise::AtMostOnce).await;
+    assert_eq!(site.two.charges().await, 500);
+}
+
+/// Each answer must be the one to its own request, also when clients leave at any moment and their
+/// connections to the store are shared with others.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn answers_are_never_mixed_up_although_clients_leave_at_random() {
+    let requests = number("FAULTS_REQUESTS", 3_000);
+    let seed = seed();
+    let redis = RedisServer::start();
+    let sandbox = Sandbox::start(&["--store", &redis.url()]);
+    let address = sandbox.address;
+    let (left, answered) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(0)));
+    let clients: Vec<_> = (0..16)
+        .map(|client| {
+            let (left, answered) = (Arc::clone(&left), Arc::clone(&answered));
+            let mut random = StdRng::seed_from_u64(seed + client);
+            tokio::spawn(async move {
+                let mut connection = Connection::open(address).await.unwrap();
+                for n in 0..requests / 16 {
+                    // A unique amount, so that every answer shows whose it is.
+                    let amount = u32::try_from(1 + client * 1_000_000 + n).unwrap();
+                    let key = format!("mix-{client}-{n}");
+                    let sent = connection.send(Call::pay_amount(&key, "tok_visa", amount));
+                    let leaves = random.random_bool(0.2);
+                    let patience = match leaves {
+                        true => Duration::from_micros(random.random_range(0..20_000)),
+                        false => Duration::from_secs(60),
+                    };
+                    match tokio::time::timeout(patience, sent).await {
+                        Ok(answer) => {
+                            let answer = answer.unwrap();
+                            assert_eq!(answer.json()["amount"], amount, "{answer:?}");
+                            assert_eq!(
+                                answer.header("idempotency-key").unwrap().trim_matches('"'),
+                                key
+                            );
+                            answered.fetch_add(1, Ordering::Relaxed);
+                        }
+                        Err(_) => {
+                            left.fetch_add(1, Ordering::Relaxed);
+                            connection = Connection::open(address).await.unwrap();
+                        }
+                    }
+                }
+            })
+        })
+        .collect();
+    for client in clients {
+        client.await.unwrap();
+    }
+    let (left, answered) = (left.load(Ordering::Relaxed), answered.load(Ordering::Relaxed));
+    println!("{answered} answered, {left} left");
+    assert!(left > 0, "nobody ever left");
+    let ledger = sandbox.ledger().await;
+    let entries = ledger["entries"].as_array().unwrap();
+    let keys: std::collections::BTreeSet<_> =
+        entries.iter().map(|entry| entry["key_id"].as_str().unwrap()).collect();
+    assert_eq!(keys.len(), entries.len(), "a key was charged twice");
+    assert!(entries.len() >= answered);
+}
+
+#[cfg(target_os = "linux")]
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_memory_of_a_server_is_flat_over_distinct_keys() {
+    let keys = number("FAULTS_KEYS", 6_000);
+    let redis = RedisServer::start();
+    // Declined: no rows in the ledger, whose file is not what is measured.
+    let sandbox = Sandbox::start(&["--store", &redis.url(), "--retention", "5", "--lease", "2"]);
+    let resident = |pid: u32| -> u64 {
+        let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+        let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).unwrap();
+        line.trim().trim_end_matches(" kB").parse().unwrap()
+    };
+    let mut measured = Vec::new();
+    for part in 0..4 {
+        let clients: Vec<_> = (0..8)
+            .map(|client| {
+                let address = sandbox.address;
+                tokio::spawn(async move {
+                    let mut connection = Connection::open(address).await.unwrap();
+                    for n in 0..keys / 32 {
+                        let key = format!("distinct-{part}-{client}-{n}");
+                        let answer =
+                            connection.send(Call::pay(&key, "tok_declined")).await.unwrap();
+                        assert_eq!(answer.status.as_u16(), 402);
+                    }
+                })
+            })
+            .collect();
+        for client in clients {
+            client.await.unwrap();
+        }
+        measured.push(resident(sandbox.pid()));
+    }
+    println!("{keys} keys; resident KiB after each quarter: {measured:?}");
+    // The first quarter warms up; after it, a key that left even 100 bytes behind would show.
+    let grown = measured[3].saturating_sub(measured[1]);
+    let allowed = 2_048 + keys / 2 * 20 / 1_024;
+    assert!(grown < allowed, "{grown} KiB more in the second half; {allowed} allowed");
+}

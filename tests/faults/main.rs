@@ -1,0 +1,25 @@
+//! The fault matrix with real processes: two servers, a Redis, a proxy between them, a ledger of its
+//! own without a unique constraint. Every row has an id; `rows.md` says which test shows it.
+//!
+//! `FAULTS_KILLS` sets how many servers the random part kills, `FAULTS_SOAK` for how many minutes it
+//! goes on with new seeds, `FAULTS_SEED` repeats a run.
+#![cfg(unix)]
+#![allow(clippy::unwrap_used, reason = "in a test a panic is the report")]
+#![allow(unreachable_pub, reason = "a test program exports nothing")]
+
+mod clients;
+mod history;
+mod load;
+mod process;
+mod rows;
+mod site;
+mod store;
+
+#[path = "../support/line.rs"]
+#[allow(dead_code, reason = "each test program uses a part of it")]
+mod line;
+#[path = "../support/redis.rs"]
+#[allow(dead_code, reason = "each test program uses a part of it")]
+mod redis;
+#[path = "../support/sandbox.rs"]
+mod sandbox;

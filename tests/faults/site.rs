@@ -1,0 +1,122 @@
+//! Two servers and a Redis, with a proxy between the first server and the Redis.
+
+use std::net::SocketAddr;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use crate::history::{End, History, Promise};
+use crate::line::Proxy;
+use crate::redis::RedisServer;
+use crate::sandbox::{Answer, Call, Connection, Sandbox};
+
+/// Nothing here takes longer, except when it hangs.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+pub(crate) struct Site {
+    pub(crate) redis: RedisServer,
+    pub(crate) proxy: Proxy,
+    /// Reaches Redis through the proxy.
+    pub(crate) one: Sandbox,
+    /// Reaches Redis directly.
+    pub(crate) two: Sandbox,
+    pub(crate) history: History,
+    _folder: tempfile::TempDir,
+}
+
+impl Site {
+    pub(crate) async fn start(args: &[&str]) -> Self {
+        Self::with_redis(&[], args).await
+    }
+
+    pub(crate) async fn with_redis(options: &[&str], args: &[&str]) -> Self {
+        let redis = RedisServer::start_with(options);
+        let proxy = Proxy::to(redis.port()).await;
+        let folder = tempfile::tempdir().expect("a folder");
+        let ledger = folder.path().join("ledger.db");
+        let one = server(&proxy.redis_url(), &ledger, args);
+        let two = server(&redis.url(), &ledger, args);
+        Self { redis, proxy, one, two, history: History::default(), _folder: folder }
+    }
+
+    /// Sends a payment of the usual amount to the first server, in the background.
+    pub(crate) fn pay(&self, key: &str, source: &str) -> tokio::task::JoinHandle<Option<Answer>> {
+        let (address, call) = (self.one.address, Call::pay(key, source));
+        tokio::spawn(async move { Connection::open(address).await.ok()?.send(call).await.ok() })
+    }
+
+    /// Asks both servers in turn until there is a final answer.
+    pub(crate) async fn settled(&self, key: &str, source: &str) -> End {
+        let addresses: [SocketAddr; 2] = [self.two.address, self.one.address];
+        self.history.pay_surely(&addresses, key, source, 1999).await
+    }
+
+    /// Asks the second server until there is a final answer; the first is gone.
+    pub(crate) async fn settled_without_one(&self, key: &str, source: &str) -> End {
+        self.history.pay_surely(&[self.two.address], key, source, 1999).await
+    }
+
+    pub(crate) async fn check(&self, promise: Promise) {
+        self.history.check(&self.two.ledger().await, promise);
+    }
+
+    /// Waits until that many charges are in the ledger.
+    pub(crate) async fn charged(&self, charges: u64) {
+        let end = Instant::now() + PATIENCE;
+        while self.two.charges().await < charges {
+            assert!(Instant::now() < end, "no charge");
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    }
+
+    /// The keys of all records in Redis.
+    pub(crate) fn records(&self) -> Vec<String> {
+        let keys = self.redis.cli(&["keys", "idem:*"]);
+        // The readiness check leaves a mark for a second.
+        keys.lines().filter(|key| *key != "idem:{ready}").map(str::to_owned).collect()
+    }
+
+    /// Waits until a claim is in Redis.
+    pub(crate) async fn claimed(&self) -> String {
+        let end = Instant::now() + PATIENCE;
+        loop {
+            if let Some(key) = self.records().into_iter().next() {
+                return key;
+            }
+            assert!(Instant::now() < end, "no claim");
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    }
+
+    /// Fails if the fault of this test was never hit.
+    #[track_caller]
+    pub(crate) fn assert_hit(&self) {
+        assert!(self.proxy.hits() > 0, "the fault was never hit");
+    }
+}
+
+pub(crate) fn server(url: &str, ledger: &Path, args: &[&str]) -> Sandbox {
+    Sandbox::start_on(ledger, &[&["--store", url], args].concat())
+}
+
+#[track_caller]
+pub(crate) fn is(answer: &Answer, status: u16, code: &str) {
+    assert_eq!((answer.status.as_u16(), answer.code().as_str()), (status, code), "{answer:?}");
+}
+
+#[track_caller]
+pub(crate) fn is_paid(end: &End) {
+    assert!(matches!(end, End::Paid { .. }), "{end:?}");
+}
+
+#[track_caller]
+pub(crate) fn is_unknown(end: &End) {
+    assert!(matches!(end, End::Unknown), "{end:?}");
+}
+
+pub(crate) fn ms(number: u64) -> Duration {
+    Duration::from_millis(number)
+}
+
+pub(crate) async fn sleep(number: u64) {
+    tokio::time::sleep(ms(number)).await;
+}

@@ -1,0 +1,308 @@
+//! C. Redis.
+
+use std::fs::{self, OpenOptions};
+use std::time::Instant;
+
+use crate::history::{End, Promise};
+use crate::line::Way;
+use crate::sandbox::Call;
+use crate::site::{Site, is, is_paid, ms, sleep};
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn c1_an_unreachable_redis_runs_nothing() {
+    let site = Site::start(&[]).await;
+    site.proxy.refuse();
+    let answer = site.one.send(Call::pay("k", "tok_visa")).await;
+    is(&answer, 503, "idempotency_store_unavailable");
+    assert!(answer.header("retry-after").is_some());
+    site.assert_hit();
+    assert_eq!(site.two.charges().await, 0);
+    site.proxy.heal();
+    is_paid(&site.settled("k", "tok_visa").await);
+    site.check(Promise::AtMostOnce).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn c2_a_claim_whose_reply_was_cut_off_is_recognised_as_ones_own() {
+    // Nothing of the reply arrives, or a part of it.
+    for bytes in [0, 1, 5] {
+        let site = Site::start(&[]).await;
+        site.proxy.cut_after(Way::Down, bytes);
+        let answer = site.one.send(Call::pay("k", "tok_visa")).await;
+        site.assert_hit();
+        assert_eq!(answer.status, 201, "{answer:?}");
+        assert_eq!(answer.json()["attempt"], 1);
+        is_paid(&site.settled("k", "tok_visa").await);
+        site.check(Promise::AtMostOnce).await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn c2_a_claim_that_never_arrives_is_given_up_and_its_key_is_free() {
+    let site = Site::start(&[]).await;
+    site.proxy.swallow(Way::Up);
+    let answer = site.one.send(Call::pay("k", "tok_visa")).await;
+    is(&answer, 503, "idempotency_store_unavailable");
+    site.assert_hit();
+    site.proxy.heal();
+    is_paid(&site.settled("k", "tok_visa").await);
+    site.check(Promise::AtMostOnce).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn c3_a_claim_that_arrives_late_has_nobody_behind_it_and_runs_nothing() {
+    let site = Site::start(&["--lease", "1"]).await;
+    site.redis.stop();
+    let answer = site.one.send(Call::pay("k", "tok_visa")).await;
+    is(&answer, 503, "idempotency_store_unavailable");
+    site.redis.cont();
+    // Free again by the release that follows the claim, or unknown: never two.
+    site.settled("k", "tok_visa").await;
+    site.check(Promise::AtMostOnce).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn c4_a_partition_under_a_running_handler_is_survived() {
+    let site = Site::start(&["--lease", "1", "--wait", "0"]).await;
+    let running = site.pay("k", "tok_charge_then_slow_2000");
+    site.charged(1).await;
+    site.proxy.swallow(Way::Up);
+    sleep(1500).await;
+    site.assert_hit();
+    // Its lease is over for everybody else.
+    is(
+        &site.two.send(Call::pay("k", "tok_charge_then_slow_2000")).await,
+        409,
+        "idempotency_outcome_unknown",
+    );
+    site.proxy.heal();
+    let answer = running.await.unwrap().unwrap();
+    assert_eq!(answer.status, 201, "{answer:?}");
+    // And its late answer heals the record.
+    is_paid(&site.settled("k", "tok_charge_then_slow_2000").await);
+    site.check(Promise::AtMostOnce).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn c5_an_answer_that_cannot_be_stored_is_the_true_one_or_none() {
+    let site = Site::start(&["--lease", "8"]).await;
+    let running = site.pay("k", "tok_charge_then_slow_300");
+    site.charged(1).await;
+    site.proxy.swallow(Way::Up);
+    let answer = running.await.unwrap().unwrap();
+    assert_eq!(answer.status, 201, "{answer:?}");
+    assert_eq!(answer.header("idempotency-status"), Some("not-stored"));
+    site.assert_hit();
+    site.proxy.heal();
+    is_paid(&site.settled("k", "tok_charge_then_slow_300").await);
+    site.check(Promise::AtMostOnce).await;
+
+    let site = Site::start(&["--lease", "1", "--recovery", "at-least-once"]).await;
+    let running = site.pay("k", "tok_charge_then_slow_300");
+    site.charged(1).await;
+    site.proxy.swallow(Way::Up);
+    is(&running.await.unwrap().unwrap(), 503, "idempotency_store_unavailable");
+    site.assert_hit();
+    is_paid(&site.settled("k", "tok_charge_then_slow_300").await);
+    site.check(Promise::Deduplicated).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn c6_a_completion_whose_reply_was_cut_off_is_stored_once() {
+    let site = Site::start(&[]).await;
+    let running = site.pay("k", "tok_charge_then_slow_500");
+    site.charged(1).await;
+    // What comes down next is the reply to the completion: the lease is long.
+    site.proxy.cut_after(Way::Down, 0);
+    let answer = running.await.unwrap().unwrap();
+    site.assert_hit();
+    assert_eq!(answer.status, 201, "{answer:?}");
+    assert_eq!(answer.header("idempotency-status"), None);
+    is_paid(&site.settled("k", "tok_charge_then_slow_500").await);
+    site.check(Promise::AtMostOnce).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn c7_a_completion_that_arrives_late_settles_the_key() {
+    let site = Site::start(&["--lease", "2"]).await;
+    let running = site.pay("k", "tok_charge_then_slow_500");
+    site.charged(1).await;
+    site.redis.stop();
+    let answer = running.await.unwrap().unwrap();
+    assert_eq!(answer.header("idempotency-status"), Some("not-stored"), "{answer:?}");
+    site.redis.cont();
+    is_paid(&site.settled("k", "tok_charge_then_slow_500").await);
+    site.check(Promise::AtMostOnce).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn c8_a_slow_redis_refuses_within_bounds() {
+    let options = ["--enable-debug-command", "local", "--busy-reply-threshold", "100"];
+    let site = Site::with_redis(&options, &[]).await;
+    let endless = "local t = redis.call('TIME')[1] + 4 while redis.call('TIME')[1] + 0 < t do end";
+    let faults: [&[&str]; 3] =
+        [&["debug", "sleep", "4"], &["client", "pause", "4000", "write"], &["eval", endless, "0"]];
+    for (number, fault) in faults.into_iter().enumerate() {
+        let key = format!("slow-{number}");
+        std::thread::scope(|scope| {
+            let redis = &site.redis;
+            scope.spawn(move || redis.cli(fault));
+            tokio::task::block_in_place(|| std::thread::sleep(ms(300)));
+            let began = Instant::now();
+            let asked = site.one.send(Call::pay(&key, "tok_visa"));
+            let answer =
+                tokio::task::block_in_place(|| tokio::runtime::Handle::current().block_on(asked));
+            is(&answer, 503, "idempotency_store_unavailable");
+            assert!(began.elapsed() < ms(4000), "{fault:?}: {:?}", began.elapsed());
+        });
+        sleep(1000).await;
+        site.settled(&key, "tok_visa").await;
+    }
+    site.check(Promise::AtMostOnce).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn c9_killed_and_refused_connections_lose_nothing() {
+    let site = Site::start(&[]).await;
+    for number in 0..10 {
+        let running = site.pay(&format!("kill-{number}"), "tok_slow_100");
+        sleep(5 * number).await;
+        site.redis.cli(&["client", "kill", "type", "normal"]);
+        drop(running.await);
+    }
+    site.redis.cli(&["config", "set", "maxclients", "1"]);
+    site.redis.cli(&["client", "kill", "type", "normal"]);
+    let refused = site.pay("refused", "tok_visa").await.unwrap().unwrap();
+    assert!(matches!(refused.status.as_u16(), 201 | 503), "{refused:?}");
+    // With one connection allowed, whoever holds it has to let go first.
+    let mut healed = false;
+    for _ in 0..100 {
+        let set = std::process::Command::new("redis-cli")
+            .args(["-p", &site.redis.port().to_string(), "config", "set", "maxclients", "1000"])
+            .output()
+            .unwrap();
+        healed = String::from_utf8_lossy(&set.stdout).starts_with("OK");
+        if healed {
+            break;
+        }
+        site.proxy.cut();
+        sleep(20).await;
+    }
+    assert!(healed);
+    for number in 0..10 {
+        site.settled(&format!("kill-{number}"), "tok_slow_100").await;
+    }
+    is_paid(&site.settled("refused", "tok_visa").await);
+    site.check(Promise::AtMostOnce).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn c10_a_restart_without_persistence_forgets_what_is_done_and_not_what_runs() {
+    let mut site = Site::start(&["--lease", "1"]).await;
+    is_paid(&site.settled("done", "tok_visa").await);
+    let running = site.pay("running", "tok_charge_then_slow_1500");
+    site.charged(2).await;
+    site.redis.kill();
+    site.redis.restart();
+    assert_eq!(running.await.unwrap().unwrap().status, 201);
+    is_paid(&site.settled("running", "tok_charge_then_slow_1500").await);
+    assert_eq!(site.two.charges().await, 2, "its owner has put the record back");
+    site.check(Promise::AtMostOnce).await;
+    // The promise for the other is void, as the README says.
+    let fresh = site.two.send(Call::pay("done", "tok_visa")).await;
+    assert!(!fresh.is_replay());
+    assert_eq!(site.two.charges().await, 3);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn c11_a_power_cut_loses_the_last_write_and_nothing_before_it() {
+    let options = ["--appendonly", "yes", "--aof-load-truncated", "yes"];
+    let mut site = Site::with_redis(&options, &["--lease", "0.5"]).await;
+    is_paid(&site.settled("first", "tok_visa").await);
+    is_paid(&site.settled("last", "tok_visa").await);
+    let folder = site.redis.cli(&["config", "get", "dir"]).lines().last().unwrap().to_owned();
+    // A killed process loses nothing, since the kernel has it; so a piece is cut off instead.
+    site.redis.kill();
+    let files = fs::read_dir(format!("{folder}/appendonlydir")).unwrap();
+    let log = files
+        .map(|file| file.unwrap().path())
+        .find(|path| path.to_string_lossy().ends_with(".incr.aof"));
+    let log = OpenOptions::new().write(true).open(log.unwrap()).unwrap();
+    log.set_len(log.metadata().unwrap().len() - 5).unwrap();
+    site.redis.restart();
+    assert!(site.two.send(Call::pay("first", "tok_visa")).await.is_replay());
+    // The last completion is gone, its claim is not: nothing runs.
+    let end = site.settled("last", "tok_visa").await;
+    assert!(matches!(end, End::Unknown), "{end:?}");
+    assert_eq!(site.two.charges().await, 2);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn c16_eviction_forgets_what_is_done_and_charges_again() {
+    let options = ["--enable-debug-command", "local"];
+    let site = Site::with_redis(&options, &[]).await;
+    is_paid(&site.settled("k", "tok_visa").await);
+    site.redis.cli(&["config", "set", "maxmemory-policy", "volatile-lru"]);
+    site.redis.cli(&["config", "set", "maxmemory", "4mb"]);
+    // Other data without an expiry: records are all that can be evicted.
+    site.redis.cli(&["eval", "for n = 1, 3 do redis.call('SET', n, ('x'):rep(700000)) end", "0"]);
+    for number in 4..20 {
+        let add = format!("return redis.pcall('SET', {number}, ('x'):rep(300000))");
+        site.redis.cli(&["eval", &add, "0"]);
+    }
+    let evicted = site.redis.cli(&["info", "stats"]);
+    assert!(!evicted.contains("evicted_keys:0"), "the fault was never hit");
+    site.redis.cli(&["config", "set", "maxmemory", "0"]);
+    let fresh = site.two.send(Call::pay("k", "tok_visa")).await;
+    assert!(!fresh.is_replay(), "as the README says");
+    assert_eq!(site.two.charges().await, 2);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn c17_a_full_redis_refuses_new_keys_and_lets_running_ones_finish() {
+    let site = Site::with_redis(&["--maxmemory-policy", "noeviction"], &["--lease", "0.6"]).await;
+    is_paid(&site.settled("done", "tok_visa").await);
+    let running = site.pay("running", "tok_charge_then_slow_1500");
+    site.charged(2).await;
+    site.redis.cli(&["config", "set", "maxmemory", "1"]);
+    let refused = site.one.send(Call::pay("new", "tok_visa")).await;
+    is(&refused, 503, "idempotency_store_unavailable");
+    assert!(site.one.send(Call::pay("done", "tok_visa")).await.is_replay());
+    let answer = running.await.unwrap().unwrap();
+    assert_eq!(answer.status, 201, "renewed and completed: {answer:?}");
+    assert!(site.two.send(Call::pay("running", "tok_charge_then_slow_1500")).await.is_replay());
+    site.redis.cli(&["config", "set", "maxmemory", "0"]);
+    is_paid(&site.settled("new", "tok_visa").await);
+    site.check(Promise::AtMostOnce).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn c18_flushall_is_healed_by_who_runs_and_forgets_the_rest() {
+    let site = Site::start(&["--lease", "0.6"]).await;
+    let running = site.pay("running", "tok_charge_then_slow_1200");
+    site.charged(1).await;
+    site.redis.cli(&["flushall"]);
+    sleep(500).await;
+    let twin = site.two.send(Call::pay("running", "tok_charge_then_slow_1200"));
+    assert!(twin.await.is_replay(), "it waited for the owner, who had put the record back");
+    assert_eq!(running.await.unwrap().unwrap().status, 201);
+    site.redis.cli(&["flushall"]);
+    let fresh = site.two.send(Call::pay("running", "tok_visa")).await;
+    assert!(!fresh.is_replay(), "a finished record is gone, and with it the promise");
+    assert_eq!(site.two.charges().await, 2);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn c19_forgotten_scripts_are_sent_again_under_load() {
+    let site = Site::start(&[]).await;
+    let before = site.redis.calls_of("eval");
+    for number in 0..20 {
+        let key = format!("flush-{number}");
+        let running = site.pay(&key, "tok_slow_20");
+        site.redis.cli(&["script", "flush"]);
+        assert_eq!(running.await.unwrap().unwrap().status, 201);
+        is_paid(&site.settled(&key, "tok_slow_20").await);
+    }
+    assert!(site.redis.calls_of("eval") > before, "no script was ever missing");
+    site.check(Promise::AtMostOnce).await;
+}

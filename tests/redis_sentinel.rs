@@ -1,0 +1,138 @@
+//! A group of servers that Sentinels watch: failovers are followed without a restart, and with
+//! `wait` on all replicas nothing is charged twice.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on panics")]
+
+mod support;
+
+use std::error::Error as _;
+use std::time::{Duration, Instant};
+
+use support::groups::SentinelGroup;
+use support::load::Load;
+use support::store::{CALL_TIMEOUT, granted, new_key, recovers, works};
+use tower_idempotency::{RedisStore, Store as _, StoreErrorKind};
+
+/// How long it may take until somebody is served again: the Sentinels look for a second, elect, and
+/// promote; and machines are busy.
+const SECONDS: Duration = Duration::from_secs(15);
+
+async fn connect(group: &SentinelGroup, replicas: u32) -> RedisStore {
+    let builder = RedisStore::builder().call_timeout(CALL_TIMEOUT).wait(replicas);
+    builder.connect(&group.url()).await.unwrap()
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn c12_a_primary_killed_under_load_charges_nobody_twice_with_wait_on_all_replicas() {
+    let mut group = SentinelGroup::start(2);
+    let load = Load::start(connect(&group, 2).await, 8);
+    load.go_on(200).await;
+    let first = group.servers[0].port();
+    group.servers[0].kill();
+    group.wait_for_failover_from(first);
+    // It comes back as a replica, so that there are two again.
+    group.servers[0].restart();
+    load.go_on(200).await;
+    let report = load.finish().await;
+    println!("{report:?}");
+    assert!(report.refusals > 0, "the failover was noticed");
+    assert!(report.longest_gap < SECONDS, "{report:?}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn c14_a_frozen_primary_is_left_and_not_believed_when_it_wakes() {
+    let group = SentinelGroup::start(2);
+    let store = connect(&group, 1).await;
+    let load = Load::start(store.clone(), 8);
+    load.go_on(100).await;
+    let first = group.servers[0].port();
+    group.servers[0].stop();
+    group.wait_for_failover_from(first);
+    load.go_on(100).await;
+    group.servers[0].cont();
+    load.go_on(100).await;
+    let report = load.finish().await;
+    println!("{report:?}");
+    assert!(report.longest_gap < SECONDS, "{report:?}");
+    store.ready().await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn c21_an_ordered_failover_is_followed_and_charges_nobody_twice() {
+    let group = SentinelGroup::start(2);
+    let load = Load::start(connect(&group, 2).await, 8);
+    load.go_on(100).await;
+    let first = group.servers[0].port();
+    group.sentinels[0].cli(&["sentinel", "failover", "main"]);
+    group.wait_for_failover_from(first);
+    load.go_on(100).await;
+    let report = load.finish().await;
+    println!("{report:?}");
+    assert!(report.longest_gap < SECONDS, "{report:?}");
+}
+
+#[tokio::test]
+async fn without_wait_a_killed_primary_is_replaced_within_seconds() {
+    let mut group = SentinelGroup::start(1);
+    let store = connect(&group, 0).await;
+    works(&store).await;
+    let begun = Instant::now();
+    group.servers[0].kill();
+    while store.ready().await.is_err() {
+        assert!(begun.elapsed() < SECONDS, "nobody answers");
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    works(&store).await;
+}
+
+#[tokio::test]
+async fn dead_and_ignorant_sentinels_are_outvoted() {
+    let mut group = SentinelGroup::start(1);
+    let dead = support::redis::free_port();
+    group.sentinels[0].stop();
+    let sentinels: Vec<_> = group.sentinels.iter().map(|node| node.port()).collect();
+    let [frozen, ref well @ ..] = sentinels[..] else { panic!("three") };
+    let url = format!(
+        "redis+sentinel://127.0.0.1:{frozen},127.0.0.1:{dead},127.0.0.1:{},127.0.0.1:{}/main",
+        well[0], well[1]
+    );
+    let begun = Instant::now();
+    let store = RedisStore::connect(&url).await.unwrap();
+    works(&store).await;
+    assert!(begun.elapsed() < Duration::from_secs(5), "{:?}", begun.elapsed());
+    group.sentinels[0].cont();
+
+    let nobody = group.url().replace("/main", "/other");
+    let error = RedisStore::connect(&nobody).await.unwrap_err();
+    assert_eq!(error.kind(), StoreErrorKind::Unavailable, "{error:?}");
+    assert!(error.source().unwrap().to_string().contains("no Sentinel knows"), "{error:?}");
+
+    for sentinel in &mut group.sentinels {
+        sentinel.kill();
+    }
+    // What is connected stays connected: they are needed to find somebody, not to talk.
+    works(&store).await;
+    let begun = Instant::now();
+    let error = RedisStore::connect(&group.url()).await.unwrap_err();
+    assert_eq!(error.kind(), StoreErrorKind::Unavailable, "{error:?}");
+    assert!(begun.elapsed() < Duration::from_secs(5), "{:?}", begun.elapsed());
+}
+
+#[tokio::test]
+async fn passwords_of_servers_and_of_sentinels_are_two_things() {
+    let group = SentinelGroup::start(1);
+    for server in &group.servers {
+        server.cli(&["config", "set", "masterauth", "secret"]);
+    }
+    for server in &group.servers {
+        server.cli(&["config", "set", "requirepass", "secret"]);
+    }
+    for sentinel in &group.sentinels {
+        sentinel.cli(&["acl", "setuser", "default", "resetpass", ">door"]);
+    }
+    let url = group.url().replace("redis+sentinel://", "redis+sentinel://:secret@");
+    RedisStore::connect(&url).await.unwrap_err();
+    let store = RedisStore::builder().sentinel_password("door").connect(&url).await.unwrap();
+    drop(granted(&store, new_key()).await);
+    recovers(&store, "with both").await;
+}

@@ -1,0 +1,203 @@
+//! A TCP proxy of our own between a server and what it calls: delays, cuts, cuts after so many bytes,
+//! swallows, each way. It counts what it did, so that a test whose fault was never hit fails.
+
+use std::io;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::watch;
+
+/// Which way bytes go.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum Way {
+    /// From the client to the server.
+    Up,
+    /// From the server to the client.
+    Down,
+}
+
+/// A proxy on a port of its own. It ends with the runtime of its test.
+#[derive(Clone, Debug)]
+pub struct Proxy {
+    port: u16,
+    switches: Arc<Switches>,
+}
+
+#[derive(Debug, Default)]
+struct Direction {
+    swallow: AtomicBool,
+    delay_ms: AtomicU64,
+    cut_after: Mutex<Option<usize>>,
+}
+
+#[derive(Debug)]
+struct Switches {
+    refuse: AtomicBool,
+    up: Direction,
+    down: Direction,
+    /// Connections made before this number changed are cut.
+    era: watch::Sender<u64>,
+    hits: AtomicU64,
+}
+
+impl Switches {
+    fn direction(&self, way: Way) -> &Direction {
+        match way {
+            Way::Up => &self.up,
+            Way::Down => &self.down,
+        }
+    }
+
+    fn hit(&self) {
+        self.hits.fetch_add(1, Ordering::SeqCst);
+    }
+}
+
+impl Proxy {
+    /// A proxy that leads to a port of this machine.
+    pub async fn to(target: u16) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").await.expect("a free port");
+        let port = listener.local_addr().expect("a bound port").port();
+        let switches = Arc::new(Switches {
+            refuse: AtomicBool::new(false),
+            up: Direction::default(),
+            down: Direction::default(),
+            era: watch::Sender::new(0),
+            hits: AtomicU64::new(0),
+        });
+        let shared = Arc::clone(&switches);
+        tokio::spawn(async move {
+            while let Ok((client, _)) = listener.accept().await {
+                if shared.refuse.load(Ordering::SeqCst) {
+                    shared.hit();
+                    continue; // and close it
+                }
+                let Ok(server) = TcpStream::connect(("127.0.0.1", target)).await else { continue };
+                let (client_in, client_out) = client.into_split();
+                let (server_in, server_out) = server.into_split();
+                let era = shared.era.subscribe();
+                tokio::spawn(carry(client_in, server_out, Way::Up, Arc::clone(&shared), era));
+                let era = shared.era.subscribe();
+                tokio::spawn(carry(server_in, client_out, Way::Down, Arc::clone(&shared), era));
+            }
+        });
+        Self { port, switches }
+    }
+
+    /// The address of a Redis behind it.
+    pub fn redis_url(&self) -> String {
+        format!("redis://127.0.0.1:{}/", self.port)
+    }
+
+    /// The port to connect to.
+    pub fn port(&self) -> u16 {
+        self.port
+    }
+
+    /// Cuts all connections, and those that are made from now on at once.
+    pub fn refuse(&self) {
+        self.switches.refuse.store(true, Ordering::SeqCst);
+        self.cut();
+    }
+
+    /// Cuts all connections that are open.
+    pub fn cut(&self) {
+        self.switches.era.send_modify(|era| *era += 1);
+    }
+
+    /// Cuts the connection that carries the given number of bytes more this way; those before them
+    /// arrive.
+    pub fn cut_after(&self, way: Way, bytes: usize) {
+        *self.switches.direction(way).cut_after.lock().expect("no holder panics") = Some(bytes);
+    }
+
+    /// From now on what goes this way goes nowhere; connections stay open.
+    pub fn swallow(&self, way: Way) {
+        self.switches.direction(way).swallow.store(true, Ordering::SeqCst);
+    }
+
+    /// From now on everything that goes this way takes that much longer.
+    pub fn delay(&self, way: Way, by: Duration) {
+        let ms = u64::try_from(by.as_millis()).expect("a short time");
+        self.switches.direction(way).delay_ms.store(ms, Ordering::SeqCst);
+    }
+
+    /// Takes everything back. Connections of which a part was swallowed cannot go on, so all are cut.
+    pub fn heal(&self) {
+        self.switches.refuse.store(false, Ordering::SeqCst);
+        for way in [Way::Up, Way::Down] {
+            let direction = self.switches.direction(way);
+            direction.swallow.store(false, Ordering::SeqCst);
+            direction.delay_ms.store(0, Ordering::SeqCst);
+            *direction.cut_after.lock().expect("no holder panics") = None;
+        }
+        self.cut();
+    }
+
+    /// How often a fault was hit since it was asked last.
+    pub fn hits(&self) -> u64 {
+        self.switches.hits.swap(0, Ordering::SeqCst)
+    }
+}
+
+async fn carry(
+    mut from: OwnedReadHalf,
+    mut to: OwnedWriteHalf,
+    way: Way,
+    switches: Arc<Switches>,
+    mut era: watch::Receiver<u64>,
+) {
+    let mut buffer = vec![0; 64 << 10];
+    loop {
+        let read = tokio::select! {
+            read = from.read(&mut buffer) => read,
+            _ = era.changed() => return, // dropping both halves closes the connection
+        };
+        let Ok(length @ 1..) = read else { return };
+        if pass(&buffer[..length], &mut to, way, &switches).await.is_err() {
+            // The other direction ends as well: what was written, or was to be, is lost.
+            switches.era.send_modify(|era| *era += 1);
+            return;
+        }
+    }
+}
+
+async fn pass(
+    bytes: &[u8],
+    to: &mut OwnedWriteHalf,
+    way: Way,
+    switches: &Switches,
+) -> io::Result<()> {
+    let direction = switches.direction(way);
+    let delay = direction.delay_ms.load(Ordering::SeqCst);
+    if delay > 0 {
+        switches.hit();
+        tokio::time::sleep(Duration::from_millis(delay)).await;
+    }
+    if direction.swallow.load(Ordering::SeqCst) {
+        switches.hit();
+        return Ok(());
+    }
+    let cut_at = {
+        let mut cut_after = direction.cut_after.lock().expect("no holder panics");
+        match *cut_after {
+            Some(left) if left < bytes.len() => {
+                *cut_after = None;
+                Some(left)
+            }
+            Some(left) => {
+                *cut_after = Some(left - bytes.len());
+                None
+            }
+            None => None,
+        }
+    };
+    let Some(length) = cut_at else { return to.write_all(bytes).await };
+    switches.hit();
+    to.write_all(&bytes[..length]).await?;
+    Err(io::ErrorKind::ConnectionAborted.into())
+}
