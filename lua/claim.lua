@@ -39,7 +39,7 @@ local version, state = string.byte(record, 1, 2)
 if version ~= 1 or #record < 84 then return {6} end
 local attempt, fence, created, at, granted, noted = struct.unpack('>I4I6I6I6I4I4', record, 55)
 local answer = #record - 84 - noted
-if state < 1 or state > 5 or answer < 0 or (answer > 0) ~= (state == 4) then return {6} end
+if state < 1 or state > 5 or answer ~= (state == 4 and math.max(granted, 1) or 0) then return {6} end
 
 if state ~= 2 then
   local recipe, same = sub(record, 3, 6), nil

@@ -23,7 +23,7 @@ local retention, response = ARGV[3], ARGV[4]
 local sub = string.sub
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 -- A checkpoint is for a later attempt, and there will be none: its length is 0 from here on.
-local ended = struct.pack('>I6I4I4', now, 0, 0)
+local ended = struct.pack('>I6I4I4', now, #response, 0)
 
 local record = redis.call('GET', key)
 if not record then
@@ -34,9 +34,9 @@ end
 
 local version, state = string.byte(record, 1, 2)
 if version ~= 1 or #record < 84 then return {7} end
-local noted = struct.unpack('>I4', record, 81)
+local length, noted = struct.unpack('>I4I4', record, 77)
 local answer = #record - 84 - noted
-if state < 1 or state > 5 or answer < 0 or (answer > 0) ~= (state == 4) then return {7} end
+if state < 1 or state > 5 or answer ~= (state == 4 and math.max(length, 1) or 0) then return {7} end
 
 local mine = sub(record, 39, 54) == sub(owner, 1, 16)
 if state == 4 then

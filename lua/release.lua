@@ -22,8 +22,9 @@ if not record then return {2} end
 
 local version, state = string.byte(record, 1, 2)
 if version ~= 1 or #record < 84 then return {3} end
-local answer = #record - 84 - struct.unpack('>I4', record, 81)
-if state < 1 or state > 5 or answer < 0 or (answer > 0) ~= (state == 4) then return {3} end
+local length, noted = struct.unpack('>I4I4', record, 77)
+local answer = #record - 84 - noted
+if state < 1 or state > 5 or answer ~= (state == 4 and math.max(length, 1) or 0) then return {3} end
 
 if sub(record, 39, 54) ~= holder or state == 4 then return {2} end
 local since = struct.pack('>I6I4', now, 0)
@@ -33,7 +34,7 @@ if unknown then
     redis.call('SET', key, '\1\3' .. sub(record, 3, 70) .. since .. sub(record, 81), 'KEEPTTL')
   end
 elseif state ~= 2 then
-  redis.call('SET', key, '\1\2' .. sub(record, 3, 70) .. since .. sub(record, 81),
-    'PX', retention)
+  -- A checkpoint is gone with what it marked.
+  redis.call('SET', key, '\1\2' .. sub(record, 3, 70) .. since .. '\0\0\0\0', 'PX', retention)
 end
 return {1}

@@ -32,8 +32,9 @@ end
 
 local version, state = string.byte(record, 1, 2)
 if version ~= 1 or #record < 84 then return {4} end
-local answer = #record - 84 - struct.unpack('>I4', record, 81)
-if state < 1 or state > 5 or answer < 0 or (answer > 0) ~= (state == 4) then return {4} end
+local length, noted = struct.unpack('>I4I4', record, 77)
+local answer = #record - 84 - noted
+if state < 1 or state > 5 or answer ~= (state == 4 and math.max(length, 1) or 0) then return {4} end
 
 if (state ~= 1 and state ~= 5) or sub(record, 39, 54) ~= sub(owner, 1, 16) then return {3} end
 -- What follows a checkpoint may be the effect.

@@ -27,7 +27,7 @@ local version, state = string.byte(record, 1, 2)
 if version ~= 1 or #record < 84 then return {3} end
 local at, granted, noted = struct.unpack('>I6I4I4', record, 71)
 local answer = #record - 84 - noted
-if state < 1 or state > 5 or answer < 0 or (answer > 0) ~= (state == 4) then return {3} end
+if state < 1 or state > 5 or answer ~= (state == 4 and math.max(granted, 1) or 0) then return {3} end
 
 if struct.unpack('>I4', record, 55) ~= judged then return {2} end
 local owner = sub(record, 39, 54)
@@ -38,9 +38,9 @@ local unknown = state == 3 or ((state == 1 or state == 5) and (now >= at or at -
 if unknown and owner == holder then
   local kept = sub(record, 3, 38) .. NOBODY .. sub(record, 55, 70)
   if response then
-    record = '\1\4' .. kept .. pack('>I6I4I4', now, 0, 0) .. response
+    record = '\1\4' .. kept .. pack('>I6I4I4', now, #response, 0) .. response
   else
-    record = '\1\2' .. kept .. pack('>I6I4', now, 0) .. sub(record, 81)
+    record = '\1\2' .. kept .. pack('>I6I4I4', now, 0, 0)
   end
   redis.call('SET', key, record, 'PX', retention)
   return {1}

@@ -250,6 +250,8 @@ pub enum RejectionKind {
     RecordUnreadable,
     /// The request has no identity to keep its keys apart by.
     ScopeMissing,
+    /// The caller may not see the stored answer any more.
+    ReplayForbidden,
     /// Too many requests wait for running operations already.
     TooManyWaiting,
     /// The caller has too many operations in flight in this process already.

@@ -12,6 +12,7 @@ mod config;
 mod engine;
 mod error;
 mod fingerprint;
+mod guard;
 pub mod guide;
 mod key;
 pub mod middleware;
@@ -23,7 +24,7 @@ pub mod store;
 mod token;
 
 pub use config::{
-    Config, ConfigBuilder, EXPOSED_HEADERS, ErrorFlavour, Found, IDEMPOTENCY_KEY,
+    Config, ConfigBuilder, EXPOSED_HEADERS, Enforcement, ErrorFlavour, Found, IDEMPOTENCY_KEY,
     IDEMPOTENCY_STATUS, IDEMPOTENT_REPLAYED, Interrupted, MissingKey, Reconciler, Recovery,
     STRIPE_SHOULD_RETRY, StoreDown, StoredBodies,
 };
@@ -37,6 +38,7 @@ pub use fingerprint::{
     Comparison, Fingerprint, Fingerprints, JsonPointer, JsonPointerError, QueryOrder, Recipe,
     RecipeId,
 };
+pub use guard::{ReplayDecision, ReplayRequest};
 pub use key::{IdempotencyKey, KeyError, KeySyntax};
 pub use middleware::{Idempotency, IdempotencyLayer, Outcome, Replayed};
 pub use record::Effects;

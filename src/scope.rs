@@ -63,6 +63,13 @@ impl Identity {
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
 pub(crate) struct CallerId([u8; 16]);
 
+impl CallerId {
+    /// The same caller, counted apart: what is only watched takes no place from what runs.
+    pub(crate) fn in_shadow(self) -> Self {
+        Self(self.0.map(|byte| !byte))
+    }
+}
+
 impl fmt::Debug for Identity {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Identity({} parts)", self.0.len())
@@ -202,7 +209,17 @@ impl StorageKey {
     /// The storage key of `key` for this caller.
     #[must_use]
     pub fn new(identity: &Identity, key: &IdempotencyKey) -> Self {
-        let digest = hash_parts(b"tower-idempotency storage key 1", identity, key);
+        Self::in_domain(b"tower-idempotency storage key 1", identity, key)
+    }
+
+    /// The storage key of the same in shadow mode: another, so that what was only watched never
+    /// binds what is enforced later.
+    pub(crate) fn in_shadow(identity: &Identity, key: &IdempotencyKey) -> Self {
+        Self::in_domain(b"tower-idempotency shadow key 1", identity, key)
+    }
+
+    fn in_domain(domain: &[u8], identity: &Identity, key: &IdempotencyKey) -> Self {
+        let digest = hash_parts(domain, identity, key);
         let mut bytes = [0; 24];
         bytes.copy_from_slice(&digest[..24]);
         Self(bytes)

@@ -3,7 +3,7 @@
 //!
 //! | floor | |
 //! |---|---|
-//! | 0 | words: `key scope fingerprint token response checkpoint error`, and `mistakes` |
+//! | 0 | words: `key scope fingerprint guard token response checkpoint error`, and `mistakes` |
 //! | 1 | rules: `record`, and `config`, which may use `record` |
 //! | 2 | the contract: `store`, `store/conformance` |
 //! | 3 | stores: `store/{memory,redis,sql,faulty}`, which never see each other |
@@ -27,6 +27,7 @@ const TOP: &[(&str, u8)] = &[
     ("checkpoint", 0),
     ("error", 0),
     ("fingerprint", 0),
+    ("guard", 0),
     ("key", 0),
     ("mistakes", 0),
     ("response", 0),

@@ -93,9 +93,9 @@ fn what_it_cannot_do_is_refused_with_an_exit_code() {
         (&["--bogus"], "--bogus"),
         (&["--listen", "nowhere"], "--listen"),
         (&["--store", "mongodb://h"], "unknown store"),
-        (&["--store", "rediss://h:1"], "not supported by this build yet"),
-        (&["--store", "redis+cluster://h:1,h:2"], "not supported by this build yet"),
-        (&["--store", "redis+sentinel://h:1/m"], "not supported by this build yet"),
+        (&["--store", "rediss:"], "rediss://127.0.0.1:6379"),
+        (&["--store", "redis+cluster://"], "redis+cluster://host:7000,host:7001"),
+        (&["--store", "redis://h:1?wait=x"], "a number of replicas"),
         (&["--store", "sqlite:x.db", "--ledger", "y.db"], "in the store's file"),
         (&["--store", "postgres://h/d", "--ledger", "y.db"], "in the store's database"),
         (&["--recovery", "sometimes"], "--recovery"),
@@ -119,6 +119,11 @@ fn what_it_cannot_do_is_refused_with_an_exit_code() {
     let (code, error) = refused(&["--store", "redis://user:secret@127.0.0.1:1"], &[]);
     assert_eq!(code, Some(1), "{error}");
     assert!(error.contains("127.0.0.1:1") && !error.contains("secret"), "{error}");
+    for url in ["redis+sentinel://:secret@127.0.0.1:1/m", "redis+cluster://:secret@127.0.0.1:1"] {
+        let (code, error) = refused(&["--store", url], &[]);
+        assert_eq!(code, Some(1), "{error}");
+        assert!(error.contains("127.0.0.1:1") && !error.contains("secret"), "{error}");
+    }
     let (code, error) = refused(&["--store", "postgres://user:secret@127.0.0.1:1/d"], &[]);
     assert_eq!(code, Some(1), "{error}");
     assert!(error.contains("127.0.0.1:1") && !error.contains("secret"), "{error}");

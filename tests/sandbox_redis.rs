@@ -9,7 +9,9 @@ mod sandbox;
 mod support;
 
 use sandbox::{Call, Sandbox, refused};
+use support::groups::{RedisCluster, SentinelGroup};
 use support::redis::RedisServer;
+use support::tls::Papers;
 
 /// Short, so that a test need not wait; long enough for a process that is alive.
 const LEASE: &str = "1";
@@ -148,4 +150,76 @@ async fn a_frozen_store_is_a_503_within_bounds() {
     assert!(sandbox.send(Call::pay("paid", "tok_visa")).await.is_replay());
     assert_eq!(sandbox.charges().await, 2);
     assert_eq!(sandbox.send(Call::get("/readyz")).await.status, 200);
+}
+
+async fn pays_once(sandbox: &Sandbox) {
+    let paid = sandbox.send(Call::pay("k", "tok_visa")).await;
+    assert_eq!(paid.status, 201, "{paid:?}");
+    let again = sandbox.send(Call::pay("k", "tok_visa")).await;
+    assert!(again.is_replay() && again.body == paid.body, "{again:?}");
+    assert_eq!(sandbox.charges().await, 1);
+    assert_eq!(sandbox.send(Call::get("/readyz")).await.status, 200);
+}
+
+#[tokio::test]
+async fn a_group_under_sentinels_and_a_cluster_are_opened_by_their_addresses() {
+    let group = SentinelGroup::start(1);
+    let url = format!("{}?wait=1", group.url());
+    pays_once(&Sandbox::start(&["--store", &url])).await;
+    let cluster = RedisCluster::start(3, 0);
+    pays_once(&Sandbox::start(&["--store", &cluster.url()])).await;
+}
+
+#[tokio::test]
+async fn a_tls_server_is_opened_by_its_address() {
+    let papers = Papers::new();
+    let (_server, port) = papers.serve("no");
+    let url = format!("rediss://127.0.0.1:{port}");
+    // As every program that reads the system's certificates, it lets itself be told others.
+    let authority = papers.path("ca.crt");
+    pays_once(&Sandbox::start_knowing("SSL_CERT_FILE", &authority, &["--store", &url])).await;
+    let (code, said) = refused(&["--store", &url], &[]);
+    assert_eq!(code, Some(1), "an authority that nobody knows: {said}");
+}
+
+#[tokio::test]
+async fn processes_live_through_a_failover_and_charge_nobody_twice() {
+    let mut group = SentinelGroup::start(2);
+    let url = format!("{}?wait=2", group.url());
+    let one = Sandbox::start(&["--store", &url]);
+    let two = Sandbox::start_on(&one.ledger, &["--store", &url]);
+    let first = group.servers[0].port();
+    let mut paid = 0;
+    for number in 0..40 {
+        if number == 20 {
+            group.servers[0].kill();
+            group.wait_for_failover_from(first);
+            group.servers[0].restart();
+        }
+        let key = format!("k{number}");
+        let end = Instant::now() + Duration::from_secs(30);
+        loop {
+            let (a, b) = tokio::join!(
+                one.send(Call::pay(&key, "tok_visa")),
+                two.send(Call::pay(&key, "tok_visa"))
+            );
+            if a.status == 201 && b.status == 201 {
+                assert_eq!(a.body, b.body, "{key}");
+                paid += 1;
+                break;
+            }
+            // What could not be claimed in time may be left as claimed by nobody who runs.
+            if [&a, &b].iter().any(|answer| answer.code() == "idempotency_outcome_unknown") {
+                break;
+            }
+            assert!(Instant::now() < end, "{key}: {a:?} {b:?}");
+            tokio::time::sleep(Duration::from_millis(100)).await;
+        }
+    }
+    let ledger = one.ledger().await;
+    let entries = ledger["entries"].as_array().map_or(&[][..], Vec::as_slice);
+    let keys: std::collections::BTreeSet<_> =
+        entries.iter().map(|entry| entry["key_id"].to_string()).collect();
+    assert_eq!(keys.len(), entries.len(), "no key twice: {ledger}");
+    assert!(paid >= 30 && entries.len() >= paid, "{paid} paid of {}", entries.len());
 }

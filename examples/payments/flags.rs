@@ -24,8 +24,9 @@ pub(crate) struct Flags {
     #[arg(value_parser = address)]
     pub(crate) listen: SocketAddr,
 
-    /// Where idempotency records are kept: `sqlite:PATH`, `postgres://…`, `redis://HOST:PORT` or
-    /// `memory:` [default: in the file of the ledger].
+    /// Where idempotency records are kept: `sqlite:PATH`, `postgres://…`, `redis://HOST:PORT`,
+    /// `redis+sentinel://HOST:PORT,…/MASTER`, `redis+cluster://HOST:PORT,…` or `memory:`; Redis with
+    /// `?wait=N` for N replicas that have to confirm [default: in the file of the ledger].
     #[arg(long, env = "PAYMENTS_STORE", value_name = "URL")]
     store: Option<StoreUrl>,
 
@@ -148,7 +149,7 @@ impl Flags {
                     .claim_within(QUEUE_WITHIN)
                     .complete_within(QUEUE_WITHIN)
             },
-            StoreUrl::Memory | StoreUrl::Redis(_) | StoreUrl::Postgres(_) => {
+            StoreUrl::Memory | StoreUrl::Redis { .. } | StoreUrl::Postgres(_) => {
                 |builder: ConfigBuilder| builder
             }
         };

@@ -39,7 +39,12 @@ use ledger::Deduplicate;
 async fn main() -> ExitCode {
     let flags = Flags::read();
     let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("warn"));
-    tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).init();
+    tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr)
+        // Whoever reads the log may go away, and a payment must not fail for that.
+        .log_internal_errors(false)
+        .init();
     match run(&flags).await {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {

@@ -16,8 +16,12 @@ use crate::ledger::{Database, Deduplicate, Ledger};
 pub(crate) enum StoreUrl {
     /// This process's memory.
     Memory,
-    /// A Redis server.
-    Redis(String),
+    /// Redis: one server, a group that Sentinels watch, or a cluster.
+    Redis {
+        url: String,
+        /// `?wait=2`: how many replicas have to confirm a claim and an answer.
+        wait: u32,
+    },
     /// A file, which holds the ledger too.
     Sqlite(PathBuf),
     /// A PostgreSQL server, which holds the ledger too.
@@ -29,8 +33,16 @@ const OPEN_WITHIN: Duration = Duration::from_secs(8);
 /// How long one statement may take, so that a request is answered in time whatever the database does.
 const STATEMENT: Duration = Duration::from_secs(4);
 
-/// Schemes that are spoken for, so that a typing error and a missing part look different.
-const LATER: [&str; 3] = ["rediss", "redis+cluster", "redis+sentinel"];
+/// What leads to Redis. The names that begin with `rediss` speak TLS.
+const REDIS: [&str; 7] = [
+    "redis",
+    "rediss",
+    "redis+unix",
+    "redis+sentinel",
+    "rediss+sentinel",
+    "redis+cluster",
+    "rediss+cluster",
+];
 
 impl StoreUrl {
     /// Opens the store, asks it to do real work once, and opens the ledger that goes with it.
@@ -63,7 +75,11 @@ impl StoreUrl {
     async fn connect(&self) -> Result<(Arc<dyn Store>, Option<Database>), StoreError> {
         Ok(match self {
             Self::Memory => (Arc::new(MemoryStore::new()), None),
-            Self::Redis(url) => (Arc::new(RedisStore::connect(url).await?), None),
+            Self::Redis { url, wait } => {
+                // TLS needs a provider, which is the program's choice. Fails if there is one already.
+                let _ = rustls::crypto::ring::default_provider().install_default();
+                (Arc::new(RedisStore::builder().wait(*wait).connect(url).await?), None)
+            }
             Self::Sqlite(path) => {
                 let store = SqliteStore::open(path).await?;
                 store.migrate().await?;
@@ -84,7 +100,7 @@ impl StoreUrl {
     /// Where the ledger is, in words.
     pub(crate) fn ledger(&self, file: &Path) -> String {
         match self {
-            Self::Memory | Self::Redis(_) => file.display().to_string(),
+            Self::Memory | Self::Redis { .. } => file.display().to_string(),
             Self::Sqlite(path) => path.display().to_string(),
             Self::Postgres(_) => "in the store's database".to_owned(),
         }
@@ -103,8 +119,19 @@ impl FromStr for StoreUrl {
         match scheme {
             "memory" if rest.is_empty() => Ok(Self::Memory),
             "memory" => Err("memory: takes nothing after the colon".to_owned()),
-            "redis" if rest.len() > 2 && rest.starts_with("//") => Ok(Self::Redis(url.to_owned())),
-            "redis" => Err("a Redis URL looks like redis://127.0.0.1:6379".to_owned()),
+            _ if REDIS.contains(&scheme) => {
+                if rest.len() > 2 && rest.starts_with("//") {
+                    let (url, wait) = waiting(url)?;
+                    return Ok(Self::Redis { url, wait });
+                }
+                let places = match scheme.split_once('+') {
+                    Some((_, "sentinel")) => "host:26379,host:26379/master-name",
+                    Some((_, "cluster")) => "host:7000,host:7001",
+                    Some(_) => "/run/redis.sock",
+                    None => "127.0.0.1:6379",
+                };
+                Err(format!("a Redis URL looks like {scheme}://{places}"))
+            }
             "sqlite" if !rest.is_empty() && !rest.starts_with("//") => {
                 Ok(Self::Sqlite(rest.into()))
             }
@@ -115,9 +142,6 @@ impl FromStr for StoreUrl {
             "postgres" | "postgresql" => {
                 Err("a PostgreSQL URL looks like postgres://user@127.0.0.1/database".to_owned())
             }
-            scheme if LATER.contains(&scheme) => {
-                Err(format!("{scheme}: is not supported by this build yet"))
-            }
             _ => Err(format!(
                 "unknown store {scheme:?}; try sqlite:payments.db, memory: or redis://127.0.0.1:6379"
             )),
@@ -125,15 +149,35 @@ impl FromStr for StoreUrl {
     }
 }
 
+/// Takes `wait=N` out of a URL; what is left of the query is the library's.
+fn waiting(url: &str) -> Result<(String, u32), String> {
+    let Some((place, query)) = url.split_once('?') else { return Ok((url.to_owned(), 0)) };
+    let (mut wait, mut rest) = (0, Vec::new());
+    for setting in query.split('&') {
+        match setting.split_once('=') {
+            Some(("wait", replicas)) => {
+                wait =
+                    replicas.parse().map_err(|_| "wait= takes a number of replicas".to_owned())?;
+            }
+            _ => rest.push(setting),
+        }
+    }
+    let mark = if rest.is_empty() { "" } else { "?" };
+    Ok((format!("{place}{mark}{}", rest.join("&")), wait))
+}
+
 /// Shows the address and never the password.
 impl fmt::Display for StoreUrl {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Memory => f.write_str("memory: (gone when this process ends)"),
-            Self::Redis(url) => match url.rsplit_once('@') {
-                Some((_, host)) => write!(f, "redis://{host}"),
-                None => f.write_str(url),
-            },
+            Self::Redis { url, wait } => {
+                let (scheme, rest) = url.split_once("://").unwrap_or_default();
+                let place = rest.rsplit_once('@').map_or(rest, |(_, place)| place);
+                // The password of a socket stands behind the question mark.
+                write!(f, "{scheme}://{}", place.split('?').next().unwrap_or_default())?;
+                if *wait > 0 { write!(f, " (waits for {wait} replicas)") } else { Ok(()) }
+            }
             Self::Sqlite(path) => write!(f, "sqlite:{}", path.display()),
             Self::Postgres(url) => {
                 let rest = url.split_once("://").map_or("", |(_, rest)| rest);
@@ -173,9 +217,13 @@ mod tests {
         {
             assert!(url.parse::<StoreUrl>().is_ok(), "{url}");
         }
-        for url in ["rediss://h:1", "redis+cluster://a:1,b:2", "redis+sentinel://a:1/m"] {
-            let refused = url.parse::<StoreUrl>().unwrap_err();
-            assert!(refused.contains("not supported by this build yet"), "{refused}");
+        for url in [
+            "rediss://h:1",
+            "redis+unix:///run/redis.sock?db=1",
+            "redis+cluster://a:1,b:2",
+            "redis+sentinel://a:1/m?wait=2",
+        ] {
+            assert!(matches!(url.parse(), Ok(StoreUrl::Redis { .. })), "{url}");
         }
         for url in [
             "",
@@ -188,6 +236,9 @@ mod tests {
             "sqlite:",
             "sqlite://x",
             "postgres:",
+            "redis+cluster:",
+            "redis+sentinel://",
+            "redis://h?wait=many",
         ] {
             assert!(url.parse::<StoreUrl>().is_err(), "{url}");
         }
@@ -198,6 +249,13 @@ mod tests {
         let url: StoreUrl = "redis://u:s3cr@t@h:1/2".parse().unwrap();
         assert_eq!(url.to_string(), "redis://h:1/2");
         assert_eq!(format!("{url:?}"), "StoreUrl(redis://h:1/2)");
+        let url: StoreUrl =
+            "redis+sentinel://:s3cret@a:1,b:2/m?wait=2&protocol=resp3".parse().unwrap();
+        assert_eq!(url.to_string(), "redis+sentinel://a:1,b:2/m (waits for 2 replicas)");
+        let StoreUrl::Redis { url, wait: 2 } = url else { panic!("two replicas") };
+        assert_eq!(url, "redis+sentinel://:s3cret@a:1,b:2/m?protocol=resp3");
+        let url: StoreUrl = "redis+unix:///run/redis.sock?pass=s3cret".parse().unwrap();
+        assert_eq!(url.to_string(), "redis+unix:///run/redis.sock");
         let url: StoreUrl = "postgres://u:s3cr@t@h:1/d?password=s3cret".parse().unwrap();
         assert_eq!(url.to_string(), "postgres://h:1/d");
     }

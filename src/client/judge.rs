@@ -59,6 +59,7 @@ fn by_code(code: &str) -> Option<Meaning> {
         "idempotency_key_missing"
         | "idempotency_key_invalid"
         | "idempotency_scope_missing"
+        | "idempotency_replay_forbidden"
         | "idempotency_request_too_large" => Meaning::Final,
         _ => return None,
     };
@@ -229,6 +230,7 @@ mod tests {
             (503, YES, "record_unreadable", "unavailable"),
             (500, YES, "rolled_back", "unavailable"),
             (401, NO, "scope_missing", "final"),
+            (403, NO, "replay_forbidden", "final"),
         ] {
             let body = format!(r#"{{"code":"idempotency_{code}","safe_new_key":false}}"#);
             assert_eq!(said(judged(status, &[JSON, header], &body)), expect, "{code}");

@@ -11,6 +11,7 @@ pub use recovery::{Found, Interrupted, Reconciler, Recovery};
 
 use crate::error::ConfigError;
 use crate::fingerprint::{Fingerprints, JsonPointer, Recipe};
+use crate::guard::{ReplayDecision, ReplayGuard, ReplayRequest};
 use crate::key::KeySyntax;
 use crate::record::{Effects, Terms};
 use crate::response::HeaderRules;
@@ -71,6 +72,20 @@ pub enum StoreDown {
     RunUnprotected,
 }
 
+/// Whether the layer acts on what it finds.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+#[non_exhaustive]
+pub enum Enforcement {
+    /// It does.
+    #[default]
+    Enforce,
+    /// It only watches: every request runs, unprotected and as if the layer were not there, and
+    /// `idempotency.shadow.requests` counts what would have become of it. For bringing the layer
+    /// into an API that is in use. Handlers find neither a key nor an
+    /// [`Execution`](crate::Execution).
+    Shadow,
+}
+
 /// Where a key may come from, if no header carries one.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub(crate) enum KeySource {
@@ -114,6 +129,7 @@ pub struct Config {
     pub(crate) response_timeout: Duration,
     pub(crate) problem_base: String,
     pub(crate) error_flavour: ErrorFlavour,
+    pub(crate) replay_guard: Option<ReplayGuard>,
     pub(crate) policy: Policy,
 }
 
@@ -130,6 +146,7 @@ pub(crate) struct Policy {
     pub(crate) claim_within: Duration,
     pub(crate) complete_within: Duration,
     pub(crate) in_flight_per_caller: usize,
+    pub(crate) enforcement: Enforcement,
 }
 
 /// Builds a [`Config`]. Every setting but the scope has a default.
@@ -227,6 +244,7 @@ impl Config {
                 response_timeout: RESPONSE_TIMEOUT,
                 problem_base: PROBLEM_BASE.to_owned(),
                 error_flavour: ErrorFlavour::default(),
+                replay_guard: None,
                 policy: Policy {
                     terms: Terms {
                         lease: LEASE,
@@ -242,6 +260,7 @@ impl Config {
                     claim_within: CLAIM_WITHIN,
                     complete_within: COMPLETE_WITHIN,
                     in_flight_per_caller: IN_FLIGHT_PER_CALLER,
+                    enforcement: Enforcement::default(),
                 },
             },
         }
@@ -442,6 +461,24 @@ impl ConfigBuilder {
     /// What refusals look like.
     pub fn error_flavour(mut self, flavour: ErrorFlavour) -> Self {
         self.config.error_flavour = flavour;
+        self
+    }
+
+    /// Whether the layer acts on what it finds, or only watches.
+    pub fn enforcement(mut self, enforcement: Enforcement) -> Self {
+        self.config.policy.enforcement = enforcement;
+        self
+    }
+
+    /// Asks `guard` before each replay whether the caller may still see the stored answer, and
+    /// before the news that it was not kept. Where it refuses, or takes longer than five seconds,
+    /// the answer is 403 `idempotency_replay_forbidden`.
+    pub fn authorize_replay<F, A>(mut self, guard: F) -> Self
+    where
+        F: Fn(ReplayRequest) -> A + Send + Sync + 'static,
+        A: Future<Output = ReplayDecision> + Send + 'static,
+    {
+        self.config.replay_guard = Some(ReplayGuard::new(guard));
         self
     }
 

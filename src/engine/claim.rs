@@ -10,7 +10,7 @@ use super::observe::Waiting;
 use super::reconcile::Answered;
 use super::wait::Seat;
 use super::{Call, Conclusion, Engine, observe, pause, unavailable, unreadable};
-use crate::config::{Policy, Recovery};
+use crate::config::{Enforcement, Policy, Recovery};
 use crate::error::{Rejection, RejectionKind, StoreError, StoreErrorKind};
 use crate::mistakes::{Mistake, made};
 use crate::record::{Claim, ClaimOutcome, Unsettled};
@@ -114,6 +114,9 @@ impl Engine {
                 return in_use();
             }
             if seat.is_none() {
+                if policy.enforcement == Enforcement::Shadow {
+                    observe::shadow_waits();
+                }
                 seat = self.0.room.take_seat(call.storage_key).map(|seat| (seat, Waiting::begin()));
             }
             let Some((seat, _)) = &mut seat else {

@@ -1,9 +1,11 @@
 //! The keeper: renews a lease for as long as its handler runs.
 
 use std::future::Future;
+use std::panic::AssertUnwindSafe;
 use std::pin::pin;
 use std::time::Duration;
 
+use futures_util::FutureExt as _;
 use tokio::time::{Instant, sleep_until};
 use tokio_util::sync::CancellationToken;
 
@@ -38,10 +40,12 @@ impl Kept<'_> {
     /// its signal is [`Execution::lease_lost`](crate::Execution::lease_lost).
     pub(super) async fn during<F: Future>(&self, work: F) -> F::Output {
         let mut work = pin!(work);
+        // A panic here (a subscriber's, a recorder's) must not take the handler with it.
+        let keep = AssertUnwindSafe(self.keep()).catch_unwind();
         tokio::select! {
             biased;
             output = &mut work => return output,
-            () = self.keep() => {}
+            kept = keep => if kept.is_err() { self.lost.cancel() },
         }
         work.await
     }

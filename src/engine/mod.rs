@@ -16,6 +16,7 @@ pub(crate) mod observe;
 mod quota;
 mod reconcile;
 mod settle;
+mod shadow;
 #[cfg(test)]
 mod tests;
 mod wait;
@@ -40,7 +41,7 @@ use tracing::{Instrument as _, Span};
 pub use execution::Execution;
 pub use wait::WaitLimits;
 
-use crate::config::{Policy, StoreDown};
+use crate::config::{Enforcement, Policy, StoreDown};
 use crate::error::{Rejection, RejectionKind, StoreError, StoreErrorKind};
 use crate::fingerprint::Fingerprints;
 use crate::key::IdempotencyKey;
@@ -162,6 +163,9 @@ const PAUSES: [Duration; 3] =
 const RETRY_AFTER_UNAVAILABLE: Duration = Duration::from_secs(1);
 /// When a caller with too many operations in flight should come back: payments take about a second.
 const RETRY_AFTER_TOO_MANY: Duration = Duration::from_secs(1);
+/// How long a shutdown tries to mark what is left: a healthy store takes a millisecond, and one that is
+/// not must not hold the process.
+const MARK_WITHIN: Duration = Duration::from_millis(500);
 /// A lease of which this part has passed before the handler could start is renewed first.
 const STALE_AFTER: (u32, u32) = (2, 3);
 
@@ -222,7 +226,7 @@ impl Engine {
         let unfinished = left.len();
         join_all(left.into_iter().map(async |(lease, policy, lost, settle)| {
             lost.cancel();
-            self.settle(&lease, &settle, &policy, policy.claim_within).await;
+            self.settle(&lease, &settle, &policy, policy.claim_within.min(MARK_WITHIN)).await;
         }))
         .await;
         tracing::warn!(unfinished, "shutdown with running handlers: their outcomes are unknown");
@@ -312,13 +316,13 @@ impl Engine {
                 }
                 Claimed::Concluded(conclusion) => conclusion,
             };
-            conclusion.tell(call.storage_key, arrived.elapsed());
+            conclusion.tell(&call, arrived.elapsed());
             // Whoever asked may have left; the record is what counts.
             drop(answer.send(conclusion));
             return;
         }
         let conclusion = Conclusion::refused(unavailable());
-        conclusion.tell(call.storage_key, arrived.elapsed());
+        conclusion.tell(&call, arrived.elapsed());
         drop(answer.send(conclusion));
     }
 
@@ -549,14 +553,25 @@ impl<T> Conclusion<T> {
         }
     }
 
-    fn tell(&self, key: StorageKey, elapsed: Duration) {
-        match self {
-            Self::Ran(_, seen) => observe::seen(*seen, key, elapsed),
-            Self::NotStored(_) => observe::seen(Seen::NotStored, key, elapsed),
-            Self::Unprotected(_) => observe::seen(Seen::Unprotected, key, elapsed),
-            Self::Replay(_) => observe::seen(Seen::Replayed, key, elapsed),
-            Self::Reconciled(_) => observe::seen(Seen::Reconciled, key, elapsed),
-            Self::Refused(rejection) => observe::concluded(rejection.kind(), key, elapsed),
+    fn tell(&self, call: &Call, elapsed: Duration) {
+        let seen = match self {
+            Self::Ran(_, seen) => *seen,
+            Self::NotStored(_) => Seen::NotStored,
+            Self::Unprotected(_) => Seen::Unprotected,
+            Self::Replay(_) => Seen::Replayed,
+            Self::Reconciled(_) => Seen::Reconciled,
+            Self::Refused(rejection) => {
+                return match call.policy.enforcement {
+                    Enforcement::Enforce => {
+                        observe::concluded(rejection.kind(), call.storage_key, elapsed);
+                    }
+                    Enforcement::Shadow => observe::shadowed(rejection.kind()),
+                };
+            }
+        };
+        match call.policy.enforcement {
+            Enforcement::Enforce => observe::seen(seen, call.storage_key, elapsed),
+            Enforcement::Shadow => observe::shadow_seen(seen),
         }
     }
 }

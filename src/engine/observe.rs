@@ -64,6 +64,7 @@ pub(crate) fn refusal(kind: &RejectionKind) -> &'static str {
         RejectionKind::StoreUnavailable => "store_unavailable",
         RejectionKind::RecordUnreadable => "record_unreadable",
         RejectionKind::ScopeMissing => "scope_missing",
+        RejectionKind::ReplayForbidden => "replay_forbidden",
         RejectionKind::TooManyWaiting => "too_many_waiting",
         RejectionKind::TooManyInFlight => "too_many_in_flight",
     }
@@ -81,11 +82,13 @@ const TAKEOVERS: &str = "idempotency.takeovers";
 const COMPLETIONS_REFUSED: &str = "idempotency.completions.refused";
 const COMPLETIONS_HEALED: &str = "idempotency.completions.healed";
 const RECONCILIATIONS: &str = "idempotency.reconciliations";
+const SHADOW_REQUESTS: &str = "idempotency.shadow.requests";
+const SHADOW_WAITS: &str = "idempotency.shadow.waits";
 const STORE_DURATION: &str = "idempotency.store.duration";
 const STORE_ERRORS: &str = "idempotency.store.errors";
 const STORE_RETRIES: &str = "idempotency.store.retries";
 
-const COUNTERS: [(&str, &str); 9] = [
+const COUNTERS: [(&str, &str); 11] = [
     (REQUESTS, "Requests by what became of them"),
     (CLAIMS, "Answers of the store to claims"),
     (LEASES_LOST, "Leases lost while the handler ran"),
@@ -93,6 +96,8 @@ const COUNTERS: [(&str, &str); 9] = [
     (COMPLETIONS_REFUSED, "Answers that came too late to be stored: somebody else holds the key"),
     (COMPLETIONS_HEALED, "Late answers that settled a key"),
     (RECONCILIATIONS, "Questions to a reconcile hook, by what it found"),
+    (SHADOW_REQUESTS, "Requests in shadow mode by what would have become of them"),
+    (SHADOW_WAITS, "Requests in shadow mode that would have waited for a running twin"),
     (STORE_ERRORS, "Calls to the store that failed"),
     (STORE_RETRIES, "Calls to the store that were sent again"),
 ];
@@ -136,7 +141,9 @@ pub(super) fn describe() {
     ] {
         metrics::counter!(REQUESTS, "outcome" => refusal(&kind)).increment(0);
     }
-    for name in [LEASES_LOST, TAKEOVERS, COMPLETIONS_REFUSED, COMPLETIONS_HEALED] {
+    metrics::counter!(RECONCILIATIONS, "found" => "still_unknown").increment(0);
+    metrics::counter!(SHADOW_REQUESTS, "outcome" => Seen::Replayed.name()).increment(0);
+    for name in [LEASES_LOST, TAKEOVERS, COMPLETIONS_REFUSED, COMPLETIONS_HEALED, SHADOW_WAITS] {
         metrics::counter!(name).increment(0);
     }
     oldest(None);
@@ -203,6 +210,7 @@ pub(super) fn concluded(kind: &RejectionKind, key: StorageKey, elapsed: Duration
         | RejectionKind::RequestTooLarge { .. }
         | RejectionKind::RequestIncomplete
         | RejectionKind::ScopeMissing
+        | RejectionKind::ReplayForbidden
         | RejectionKind::TooManyWaiting
         | RejectionKind::TooManyInFlight
         | RejectionKind::HandlerFailedUntouched
@@ -234,6 +242,31 @@ pub(crate) fn refused(kind: &RejectionKind, key: Option<StorageKey>) {
 /// True if somebody has to find out what happened.
 pub(crate) fn is_unknown(kind: &RejectionKind) -> bool {
     matches!(kind, RejectionKind::OutcomeUnknown | RejectionKind::HandlerFailed)
+}
+
+/// Counts what would have become of a request in shadow mode.
+pub(super) fn shadow_seen(seen: Seen) {
+    shadow(seen.name());
+}
+
+/// Counts a refusal that shadow mode did not make.
+pub(crate) fn shadowed(kind: &RejectionKind) {
+    shadow(refusal(kind));
+}
+
+/// Counts a request that shadow mode cannot judge: the length of its body is not known.
+pub(crate) fn shadow_unjudged() {
+    shadow("unjudged");
+}
+
+fn shadow(outcome: &'static str) {
+    metrics::counter!(SHADOW_REQUESTS, "outcome" => outcome).increment(1);
+    tracing::debug!(outcome, "what would have become of a request in shadow mode");
+}
+
+/// Counts a request that would have waited for its running twin.
+pub(super) fn shadow_waits() {
+    metrics::counter!(SHADOW_WAITS).increment(1);
 }
 
 /// Counts a request that the layer let pass untouched although it looked at it.

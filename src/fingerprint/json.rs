@@ -177,10 +177,11 @@ pub(super) fn faithful(body: &[u8]) -> Option<Value> {
     numbers_are_exact(body).then_some(document)
 }
 
-/// The one place that knows who makes canonical forms.
+/// The one place that knows who makes canonical forms. `None` also if the form would not be its own.
 #[cfg(feature = "json")]
 pub(super) fn canonical(document: &Value) -> Option<Vec<u8>> {
-    serde_json_canonicalizer::to_vec(document).ok()
+    let form = serde_json_canonicalizer::to_vec(document).ok()?;
+    numbers_are_exact(&form).then_some(form)
 }
 
 /// The canonical form of a JSON body (RFC 8785), as fingerprints by
@@ -249,13 +250,16 @@ fn after_string(mut rest: &[u8]) -> &[u8] {
 fn is_exact(number: &[u8]) -> bool {
     let exponent_at = number.iter().position(|byte| matches!(byte, b'e' | b'E'));
     let (mantissa, exponent) = number.split_at(exponent_at.unwrap_or(number.len()));
+    // Zeros at either end say how great a number is, not how exact.
     let significant = |text: &[u8]| {
-        let mut digits =
-            text.iter().filter(|byte| byte.is_ascii_digit()).skip_while(|d| **d == b'0');
-        digits.by_ref().count()
+        let digits: Vec<u8> = text.iter().copied().filter(u8::is_ascii_digit).collect();
+        let first = digits.iter().position(|digit| *digit != b'0');
+        let last = digits.iter().rposition(|digit| *digit != b'0');
+        first.zip(last).map_or(0, |(first, last)| last - first + 1)
     };
+    let exponent_digits = exponent.iter().filter(|byte| byte.is_ascii_digit()).count();
     // Far from the smallest and the greatest double, so that nothing is rounded to zero.
-    if significant(exponent) > 2 {
+    if exponent_digits > 2 {
         return false;
     }
     let is_integer = exponent.is_empty() && !mantissa.contains(&b'.');
@@ -287,6 +291,9 @@ mod tests {
                 "{\"é\":1,\"€\":2,\"😀\":3,\"\u{fb33}\":4}",
             ),
             ("9007199254740992", "9007199254740992"),
+            ("34434943499499.5e2", "3443494349949950"),
+            ("3443494349949950.0", "3443494349949950"),
+            ("1234567890e12", "1.23456789e+21"),
             ("-9007199254740992", "-9007199254740992"),
         ] {
             assert_eq!(text(one).as_deref(), Some(canonical), "{one}");
@@ -307,6 +314,8 @@ mod tests {
             "1e400",
             "1e-400",
             "1e100",
+            "1e099",
+            "123456789012345e99",
             "5e-324",
             r#""\ud800""#,
             r#"{"\udc00":1}"#,

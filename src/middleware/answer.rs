@@ -159,6 +159,21 @@ fn answer_once<B, E>(
     ran
 }
 
+/// What would be recorded of a response that is handed on untouched. Its body is not kept.
+pub(super) fn shadowed(head: &mut response::Parts) -> Settle {
+    let marked = head.extensions.get::<Outcome>().copied();
+    let judgement = verdict(head);
+    if let Some(marked) = marked {
+        head.extensions.insert(marked);
+    }
+    match judgement {
+        Judgement::Release(verdict) => Settle::Release(verdict),
+        Judgement::KeepHead(writes) | Judgement::Keep(writes) => {
+            Settle::Complete { response: StoredResponse::without_body(head).encode(), writes }
+        }
+    }
+}
+
 enum Judgement {
     Release(Verdict),
     /// Done, but the body is not kept.

@@ -74,6 +74,7 @@ mod keys;
 mod layer;
 mod problem;
 mod service;
+mod shadow;
 
 #[cfg(feature = "client")]
 pub(crate) use answer::is_stream;

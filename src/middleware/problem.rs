@@ -146,7 +146,8 @@ pub(super) fn response(rejection: &Rejection, config: &Config) -> Response<Bytes
         | RejectionKind::ResultUnavailable { .. }
         | RejectionKind::RequestTooLarge { .. }
         | RejectionKind::RequestIncomplete
-        | RejectionKind::ScopeMissing => {}
+        | RejectionKind::ScopeMissing
+        | RejectionKind::ReplayForbidden => {}
     }
     response
 }
@@ -171,7 +172,8 @@ fn original(kind: &RejectionKind) -> (Option<u16>, Option<&HeaderValue>) {
         | RejectionKind::RecordUnreadable
         | RejectionKind::ScopeMissing
         | RejectionKind::TooManyWaiting
-        | RejectionKind::TooManyInFlight => (None, None),
+        | RejectionKind::TooManyInFlight
+        | RejectionKind::ReplayForbidden => (None, None),
     }
 }
 
@@ -328,7 +330,7 @@ fn advice(kind: &RejectionKind) -> Advice {
             code: "idempotency_store_unavailable",
             title: "Idempotency store unavailable",
             detail: text(
-                "The request cannot be protected against duplicates at the moment, so it was not executed. Send it again later with the same key.",
+                "What is known of this idempotency key cannot be read or written at the moment. Send the same request again later with the same key.",
             ),
             safe_new_key: false,
             retry: true,
@@ -353,6 +355,17 @@ fn advice(kind: &RejectionKind) -> Advice {
                 "The request does not say who is calling, so its idempotency key cannot be told from those of others. Nothing was executed.",
             ),
             safe_new_key: true,
+            retry: false,
+            error_type: INVALID_REQUEST,
+        },
+        RejectionKind::ReplayForbidden => Advice {
+            status: StatusCode::FORBIDDEN,
+            code: "idempotency_replay_forbidden",
+            title: "Replay forbidden",
+            detail: text(
+                "The operation was carried out, and this caller may not see its answer any more. Nothing was executed again.",
+            ),
+            safe_new_key: false,
             retry: false,
             error_type: INVALID_REQUEST,
         },
@@ -410,6 +423,7 @@ mod tests {
             RejectionKind::StoreUnavailable,
             RejectionKind::RecordUnreadable,
             RejectionKind::ScopeMissing,
+            RejectionKind::ReplayForbidden,
             RejectionKind::TooManyWaiting,
             RejectionKind::RolledBack,
             RejectionKind::TooManyInFlight,
@@ -472,6 +486,7 @@ mod tests {
                 row(400, "key_invalid", true, "false"),
                 row(400, "key_missing", true, "false"),
                 row(401, "scope_missing", true, "false"),
+                row(403, "replay_forbidden", false, "false"),
                 row(408, "request_incomplete", true, "false"),
                 row(409, "key_in_use", false, "true"),
                 row(409, "outcome_unknown", false, "false"),

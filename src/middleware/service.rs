@@ -5,10 +5,11 @@ use std::future::poll_fn;
 use std::pin::pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
+use std::time::Duration;
 
 use bytes::{Buf as _, BufMut as _, Bytes, BytesMut};
 use http::request::Parts;
-use http::{HeaderValue, Request, Response};
+use http::{HeaderValue, Request, Response, StatusCode};
 use http_body::Body;
 use http_body_util::{BodyExt as _, LengthLimitError, Limited};
 use tokio::time::timeout;
@@ -19,17 +20,23 @@ use super::answer::{Answer, judge, referenced, refusal};
 use super::body::ResponseBody;
 use super::extension::Replayed;
 use super::future::ResponseFuture;
-use super::keys;
+use super::{keys, shadow};
 use crate::config::{
-    Config, IDEMPOTENCY_KEY, IDEMPOTENCY_STATUS, IDEMPOTENT_REPLAYED, KeySource, MissingKey,
+    Config, Enforcement, IDEMPOTENCY_KEY, IDEMPOTENCY_STATUS, IDEMPOTENT_REPLAYED, KeySource,
+    MissingKey,
 };
 use crate::engine::{Call, Conclusion, Engine, Execution, Ran, Run, Seen, Settle, observe};
 use crate::error::{Rejection, RejectionKind};
 use crate::fingerprint::Fingerprints;
+use crate::guard::{ReplayDecision, ReplayGuard, ReplayRequest};
 use crate::key::IdempotencyKey;
 use crate::record::Verdict;
 use crate::response::{StoredBody, StoredResponse};
 use crate::scope::{CallerId, DownstreamSeed, Identity, StorageKey};
+
+const FORBIDDEN: RejectionKind = RejectionKind::ReplayForbidden;
+/// How long a replay guard may think: as long as an answer may take to be stored, and some.
+const GUARD_WITHIN: Duration = Duration::from_secs(5);
 
 /// A service whose covered requests run at most once per key. Made by
 /// [`IdempotencyLayer`](super::IdempotencyLayer).
@@ -73,6 +80,9 @@ where
         if !covered {
             return ResponseFuture::passed_through(self.inner.call(request));
         }
+        if self.config.policy.enforcement == Enforcement::Shadow {
+            return self.watch(request);
+        }
         let key = keys::in_headers(request.headers(), &self.config);
         let elsewhere = self.config.key_source != KeySource::Headers;
         let optional = self.config.missing_key == MissingKey::PassThrough;
@@ -103,6 +113,50 @@ where
 }
 
 impl<S> Idempotency<S> {
+    /// Lets a request run as if the layer were not there, and counts what it would have done.
+    fn watch<ReqBody, ResBody>(
+        &mut self,
+        request: Request<ReqBody>,
+    ) -> ResponseFuture<S::Future, ResBody, S::Error>
+    where
+        S: Service<Request<ReqBody>, Response = Response<ResBody>> + Clone + Send + 'static,
+        S::Future: Send,
+        S::Error: Send + 'static,
+        ReqBody: Body + From<Bytes> + Send + 'static,
+        ReqBody::Data: Send,
+        ReqBody::Error: Into<Box<dyn StdError + Send + Sync>>,
+        ResBody: Body + Send + 'static,
+        ResBody::Data: Send,
+        ResBody::Error: Send,
+    {
+        let key = keys::in_headers(request.headers(), &self.config);
+        let refusal = match &key {
+            Ok(None) if self.config.key_source == KeySource::Headers => {
+                let required = self.config.missing_key == MissingKey::Reject;
+                Some(required.then_some(RejectionKind::KeyMissing))
+            }
+            Ok(_) => None,
+            Err(error) => Some(Some(RejectionKind::KeyInvalid(*error))),
+        };
+        if let Some(refusal) = &refusal {
+            refusal.iter().for_each(observe::shadowed);
+        }
+        let (Ok(key), None) = (key, refusal) else {
+            return ResponseFuture::passed_through(self.inner.call(request));
+        };
+        if !shadow::is_readable(request.body(), &self.config) {
+            return ResponseFuture::passed_through(self.inner.call(request));
+        }
+        let clone = self.inner.clone();
+        let ready = std::mem::replace(&mut self.inner, clone);
+        let path = whole_path(&request);
+        let (parts, body) = request.into_parts();
+        let caller = self.config.scope.identify(&parts, &path);
+        let asked = Asked { key, caller, path };
+        let (engine, config) = (self.engine.clone(), Arc::clone(&self.config));
+        ResponseFuture::covered(shadow::follow(engine, config, asked, ready, parts, body))
+    }
+
     fn refuse<F, B, E>(
         &self,
         kind: RejectionKind,
@@ -113,10 +167,10 @@ impl<S> Idempotency<S> {
 }
 
 /// Who asks for what, as far as the head of the request tells.
-struct Asked {
-    key: Option<IdempotencyKey>,
-    caller: Option<(Identity, CallerId)>,
-    path: String,
+pub(super) struct Asked {
+    pub(super) key: Option<IdempotencyKey>,
+    pub(super) caller: Option<(Identity, CallerId)>,
+    pub(super) path: String,
 }
 
 /// The path as the client sent it: inside a nested router only `OriginalUri` knows the whole.
@@ -180,6 +234,8 @@ where
     let span = Span::current();
     let call =
         Call { key: key.clone(), storage_key, caller, identity, seed, fingerprints, policy, span };
+    // Only a guard wants to know again who asked.
+    let asker = config.replay_guard.as_ref().map(|guard| (guard.clone(), parts.clone()));
     let mut handler =
         Handler { ready: Some(ready), parts: Some(parts), body, config: Arc::clone(&config) };
     let conclusion = engine.execute(call, move |run| handler.start(run)).await;
@@ -194,8 +250,14 @@ where
             answer.into_response(&config, storage_key)?,
             HeaderValue::from_static("unprotected"),
         ),
-        Conclusion::Replay(stored) => replay(*stored, &config),
-        Conclusion::Reconciled(stored) => first(*stored, &config),
+        Conclusion::Replay(stored) => match allowed(asker, &key, stored.status()).await {
+            ReplayDecision::Allow => replay(*stored, &config),
+            ReplayDecision::Refuse => refused(FORBIDDEN, Some(storage_key), None, &config),
+        },
+        Conclusion::Reconciled(stored) => match allowed(asker, &key, stored.status()).await {
+            ReplayDecision::Allow => first(*stored, &config),
+            ReplayDecision::Refuse => refused(FORBIDDEN, Some(storage_key), None, &config),
+        },
         Conclusion::Refused(rejection) => referenced(rejection, storage_key, &config),
     };
     echo(&mut response, Some(&key));
@@ -222,7 +284,7 @@ where
 
 /// The data of a body. A single frame is taken as it is; more are copied together as they come: a
 /// client chooses their size, and a frame of one byte holds fifty times as much memory.
-async fn gather<B: Body>(body: B) -> Result<Bytes, B::Error> {
+pub(super) async fn gather<B: Body>(body: B) -> Result<Bytes, B::Error> {
     let mut body = pin!(body);
     let (mut single, mut several) = (Bytes::new(), BytesMut::new());
     while let Some(frame) = body.frame().await {
@@ -249,7 +311,12 @@ fn is_length_limit(error: &(dyn StdError + 'static)) -> bool {
     false
 }
 
-fn fingerprints(config: &Config, parts: &Parts, path: &str, body: &Bytes) -> Fingerprints {
+pub(super) fn fingerprints(
+    config: &Config,
+    parts: &Parts,
+    path: &str,
+    body: &Bytes,
+) -> Fingerprints {
     let mut all = config.recipes.iter().map(|recipe| recipe.fingerprint(parts, path, body));
     let current = all.next().expect("a configuration has at least one recipe");
     let mut fingerprints = Fingerprints::one(current);
@@ -315,6 +382,20 @@ impl<S> Handler<S> {
     }
 }
 
+/// Asks the guard, if there is one. Who gets no answer in time does not get the stored one either.
+async fn allowed(
+    asker: Option<(ReplayGuard, Parts)>,
+    key: &IdempotencyKey,
+    status: StatusCode,
+) -> ReplayDecision {
+    let Some((guard, head)) = asker else { return ReplayDecision::Allow };
+    let asked = guard.ask(ReplayRequest::new(head, key.clone(), status));
+    timeout(GUARD_WITHIN, asked).await.unwrap_or_else(|_| {
+        tracing::error!(bound = ?GUARD_WITHIN, "the replay guard did not answer in time");
+        ReplayDecision::Refuse
+    })
+}
+
 /// The original answer again.
 fn replay<B>(stored: StoredResponse, config: &Config) -> Response<ResponseBody<B>> {
     let is_kept = matches!(stored.body(), StoredBody::Kept(_));
@@ -345,7 +426,7 @@ fn first<B>(stored: StoredResponse, config: &Config) -> Response<ResponseBody<B>
 }
 
 /// A refusal before anything was claimed, counted.
-fn refused<B>(
+pub(super) fn refused<B>(
     kind: RejectionKind,
     id: Option<StorageKey>,
     key: Option<&IdempotencyKey>,

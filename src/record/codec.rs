@@ -12,7 +12,8 @@
 //! 58  6  fence
 //! 64  6  created, milliseconds
 //! 70  6  in flight: end of the lease; otherwise: when the state was entered; milliseconds
-//! 76  4  in flight: the lease's length in milliseconds; otherwise 0
+//! 76  4  in flight: the lease's length in milliseconds; completed: the response's length in bytes;
+//!        otherwise 0
 //! 80  4  length of the checkpoint
 //! 84  .  checkpoint, then (completed only) the encoded response
 //! ```
@@ -78,7 +79,7 @@ impl Record {
     /// The record as a store keeps it.
     #[must_use]
     pub fn encode(&self) -> Bytes {
-        let (state, at, lease, response) = match &self.state {
+        let (state, at, measure, response) = match &self.state {
             State::InFlight { until, lease, progress } => {
                 let state = match progress {
                     Progress::MayHaveActed => IN_FLIGHT,
@@ -88,7 +89,9 @@ impl Record {
             }
             State::Open { since } => (OPEN, *since, 0, None),
             State::Indeterminate { since } => (INDETERMINATE, *since, 0, None),
-            State::Completed { at, response } => (COMPLETED, *at, 0, Some(response)),
+            State::Completed { at, response } => {
+                (COMPLETED, *at, response.len() as u64, Some(response))
+            }
         };
         let response = response.map_or(&[][..], |bytes| bytes);
         let length = HEADER_LENGTH + self.checkpoint.len() + response.len();
@@ -102,7 +105,7 @@ impl Record {
         bytes.put_uint(self.fence.number().min(MAX_48), 6);
         bytes.put_uint(self.created.0.min(MAX_48), 6);
         bytes.put_uint(at.0.min(MAX_48), 6);
-        bytes.put_u32(u32::try_from(lease).unwrap_or(u32::MAX));
+        bytes.put_u32(u32::try_from(measure).unwrap_or(u32::MAX));
         bytes.put_u32(u32::try_from(self.checkpoint.len()).unwrap_or(u32::MAX));
         bytes.put_slice(&self.checkpoint);
         bytes.put_slice(response);
@@ -132,7 +135,8 @@ impl Record {
         let fence = Fence::from_number(bytes.get_uint(6));
         let created = Millis(bytes.get_uint(6));
         let at = Millis(bytes.get_uint(6));
-        let lease = Duration::from_millis(u64::from(bytes.get_u32()));
+        let measure = bytes.get_u32();
+        let lease = Duration::from_millis(u64::from(measure));
         let checkpoint_length = bytes.get_u32() as usize;
         if bytes.len() < checkpoint_length {
             return Err(Unreadable::Damaged);
@@ -143,7 +147,9 @@ impl Record {
             UNTOUCHED => State::InFlight { until: at, lease, progress: Progress::Untouched },
             OPEN => State::Open { since: at },
             INDETERMINATE => State::Indeterminate { since: at },
-            COMPLETED if !bytes.is_empty() => State::Completed { at, response: bytes.split_off(0) },
+            COMPLETED if !bytes.is_empty() && bytes.len() == measure as usize => {
+                State::Completed { at, response: bytes.split_off(0) }
+            }
             _ => return Err(Unreadable::Damaged),
         };
         if !bytes.is_empty() {

@@ -468,7 +468,9 @@ pub fn release(
         Current::Present(record) => record,
     };
     if made(Mistake::ReleaseByAnybody) {
-        let record = Record { state: State::Open { since: now }, ..record };
+        // A checkpoint is gone with what it marked.
+        let checkpoint = Bytes::new();
+        let record = Record { state: State::Open { since: now }, checkpoint, ..record };
         return write(record, release.terms.forget_settled(now), ReleaseOutcome::Released);
     }
     if !record.is_held_by(owner.holder) {
@@ -476,7 +478,9 @@ pub fn release(
     }
     match (&record.state, release.verdict) {
         (State::InFlight { .. } | State::Indeterminate { .. }, Verdict::NoEffect) => {
-            let record = Record { state: State::Open { since: now }, ..record };
+            // A checkpoint is gone with what it marked.
+            let checkpoint = Bytes::new();
+            let record = Record { state: State::Open { since: now }, checkpoint, ..record };
             write(record, release.terms.forget_settled(now), ReleaseOutcome::Released)
         }
         (State::InFlight { .. }, Verdict::Unknown) => {
@@ -515,11 +519,8 @@ pub fn resolve(current: Current, now: Millis, resolution: &Resolution) -> Step<R
             Finding::Happened(response) => State::Completed { at: now, response: response.clone() },
             Finding::NothingHappened => State::Open { since: now },
         };
-        let checkpoint = match &resolution.finding {
-            Finding::Happened(_) => Bytes::new(),
-            Finding::NothingHappened => record.checkpoint.clone(),
-        };
-        let record = Record { state, checkpoint, holder: HolderId::NOBODY, ..record };
+        let (checkpoint, holder) = (Bytes::new(), HolderId::NOBODY);
+        let record = Record { state, checkpoint, holder, ..record };
         return write(record, resolution.terms.forget_settled(now), ResolveOutcome::Resolved);
     }
     // Settled from outside already, in the same way: this is the same resolution sent again.

@@ -11,3 +11,5 @@ pub mod postgres;
 pub mod redis;
 pub mod relay;
 pub mod store;
+#[cfg(feature = "redis-tls")]
+pub mod tls;

@@ -125,6 +125,17 @@ impl Sandbox {
         sandbox
     }
 
+    /// Starts with a new ledger, and with a variable in its environment.
+    pub(crate) fn start_knowing(name: &str, value: &str, args: &[&str]) -> Self {
+        let directory = tempfile::tempdir().expect("a temporary directory");
+        let ledger = directory.path().join("ledger.db");
+        let mut command = command(args);
+        command.arg("--ledger").arg(&ledger).env(name, value);
+        let mut sandbox = Self::spawn(command, &ledger);
+        sandbox.directory = Some(directory);
+        sandbox
+    }
+
     /// Starts with this ledger.
     pub(crate) fn start_on(ledger: &Path, args: &[&str]) -> Self {
         let mut command = command(args);

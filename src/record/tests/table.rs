@@ -94,8 +94,8 @@ complete          | completed     | holder:foreign,nobody request:other,unknown 
 # Release: nothing happened ...
 release no effect | absent        |                                               | not held      | -
 release no effect | unreadable    |                                               | unreadable    | -
-release no effect | in flight,untouched | holder:own                                    | released      | open          | kept    | kept       | retention
-release no effect | indeterminate | holder:own                                    | released      | open          | kept    | kept       | retention
+release no effect | in flight,untouched | holder:own                                    | released      | open          | kept    | empty      | retention
+release no effect | indeterminate | holder:own                                    | released      | open          | kept    | empty      | retention
 release no effect | open          | holder:own                                    | released      | -
 release no effect | completed     | holder:own                                    | not held      | -
 release no effect | in flight,untouched,open,indeterminate,completed | holder:foreign,nobody | not held     | -
@@ -125,9 +125,9 @@ resolve happened  | in flight,untouched,open,indeterminate,completed | attempt:o
 
 resolve nothing   | absent        |                                               | changed       | -
 resolve nothing   | unreadable    |                                               | unreadable    | -
-resolve nothing   | in flight,untouched | attempt:same holder:own lease:over            | resolved      | open          | cleared | kept       | retention
+resolve nothing   | in flight,untouched | attempt:same holder:own lease:over            | resolved      | open          | cleared | empty      | retention
 resolve nothing   | in flight,untouched | attempt:same holder:own lease:runs            | changed       | -
-resolve nothing   | indeterminate | attempt:same holder:own                       | resolved      | open          | cleared | kept       | retention
+resolve nothing   | indeterminate | attempt:same holder:own                       | resolved      | open          | cleared | empty      | retention
 resolve nothing   | open          | attempt:same holder:own                       | changed       | -
 resolve nothing   | completed     | attempt:same holder:own                       | changed       | -
 resolve nothing   | in flight,untouched,indeterminate,completed | attempt:same holder:foreign,nobody | changed | -
