@@ -53,6 +53,12 @@ impl Sql {
     const LOOK: &str = LOOK;
     const LOOK_AND_LOCK: &str = LOOK_AND_LOCK;
     const SWEEP: &str = SWEEP;
+    const MEND: Option<&str> = None;
+
+    /// A transaction with a failed statement stays open, and refuses every other one.
+    fn ends(_: &str) -> bool {
+        false
+    }
 }
 
 /// Two processes that make the table at the same moment would both try: one after the other.
