@@ -223,6 +223,15 @@ impl<S: Store> Store for Protected<S> {
                         None => ClaimOutcome::Unreadable,
                     }
                 }
+                ClaimOutcome::Indeterminate(mut unsettled) if !unsettled.checkpoint.is_empty() => {
+                    match self.keys.open(Kind::Checkpoint, key, &unsettled.checkpoint) {
+                        Some(checkpoint) => {
+                            unsettled.checkpoint = checkpoint;
+                            ClaimOutcome::Indeterminate(unsettled)
+                        }
+                        None => ClaimOutcome::Unreadable,
+                    }
+                }
                 other @ (ClaimOutcome::Acquired(_)
                 | ClaimOutcome::InFlight { .. }
                 | ClaimOutcome::Mismatch
