@@ -126,6 +126,11 @@ impl PostgresServer {
         self.port
     }
 
+    /// The folder of its data.
+    pub fn data(&self) -> PathBuf {
+        self.folder.path().join("data")
+    }
+
     /// Ends the server as a power cut would: no checkpoint, every connection gone.
     pub fn stop_at_once(&mut self) {
         self.signal("QUIT");

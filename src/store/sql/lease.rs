@@ -54,13 +54,13 @@ impl<DB: Backend> LeaseCore<DB> {
             let mut transaction = core.pool.begin_with(core.begin.clone()).await.map_err(failed)?;
             match step::<DB, _>(&mut transaction, key, &*verb).await {
                 Ok(outcome) => {
-                    let committed = transaction.commit().await;
+                    let committed = super::commit(transaction).await;
                     committed.map_err(|error| maybe_done::<DB>(operation, error))?;
                     Ok(outcome)
                 }
                 Err(error) => {
                     // A connection that cannot do this is gone, and its transaction with it.
-                    drop(transaction.rollback().await);
+                    drop(super::undo(transaction).await);
                     Err(failed(error))
                 }
             }

@@ -25,7 +25,8 @@ mod tx;
 
 use bytes::Bytes;
 use futures_util::future::BoxFuture;
-use sqlx::{Database, SqlStr};
+use sqlx::{Database, SqlSafeStr as _, SqlStr, Transaction};
+use sqlx_core::transaction::TransactionManager as _;
 
 #[cfg(feature = "postgres")]
 pub use postgres::{Isolation, PostgresLeaseStore, PostgresStore};
@@ -73,6 +74,15 @@ pub trait Backend: Database + sealed::Sealed {
     /// What an error of the database means.
     #[doc(hidden)]
     fn weigh(code: &str) -> Weight;
+
+    /// True if the database may have ended the whole transaction with this error, so that a statement
+    /// behind it would stand alone.
+    #[doc(hidden)]
+    fn ends(code: &str) -> bool;
+
+    /// Opens a transaction for the driver to roll back, where the database may have ended its own.
+    #[doc(hidden)]
+    const MEND: Option<&'static str>;
 }
 
 mod sealed {
@@ -235,6 +245,31 @@ fn task_gone<DB: Backend>(operation: &'static str) -> StoreError {
     StoreError::new(StoreErrorKind::OutcomeUnknown, DB::STORE, operation)
 }
 
+/// Commits. A transaction that failed to is undone, and its connection is fit for another one.
+async fn commit<DB: Backend>(mut transaction: Transaction<'static, DB>) -> sqlx::Result<()> {
+    match DB::TransactionManager::commit(&mut transaction).await {
+        // Nothing is open any more: this tells the guard, and asks nobody.
+        Ok(()) => transaction.rollback().await,
+        Err(error) => {
+            // Over a network nobody waits for a connection that may be silent.
+            if DB::MEND.is_some() {
+                drop(undo(transaction).await);
+            }
+            Err(error)
+        }
+    }
+}
+
+/// Rolls back. SQLite may have done it already, when a disk was full; then the driver's own ROLLBACK
+/// fails, and it would count the transaction as open for as long as the connection lives.
+async fn undo<DB: Backend>(mut transaction: Transaction<'static, DB>) -> sqlx::Result<()> {
+    match (DB::TransactionManager::rollback(&mut transaction).await, DB::MEND) {
+        (Err(_), Some(begin)) => DB::run(&mut transaction, begin.into_sql_str()).await?,
+        (done, _) => done?,
+    }
+    transaction.rollback().await
+}
+
 macro_rules! backend {
     ($database:ty, $connection:ty, $name:literal, $texts:ident, $weigh:path) => {
         impl $crate::store::sql::sealed::Sealed for $database {}
@@ -325,6 +360,12 @@ macro_rules! backend {
             fn weigh(code: &str) -> $crate::store::sql::Weight {
                 $weigh(code)
             }
+
+            fn ends(code: &str) -> bool {
+                $texts::ends(code)
+            }
+
+            const MEND: Option<&'static str> = $texts::MEND;
         }
     };
 }

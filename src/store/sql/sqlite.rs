@@ -47,6 +47,13 @@ impl Sql {
              WHERE expires_at <= CAST(strftime('%s', 'now') AS INTEGER) * 1000
                                    + CAST(substr(strftime('%f', 'now'), 4) AS INTEGER)
              ORDER BY expires_at LIMIT $1)";
+    const MEND: Option<&str> = Some("BEGIN");
+
+    /// SQLITE_NOMEM, SQLITE_INTERRUPT, SQLITE_IOERR, SQLITE_FULL
+    /// (<https://www.sqlite.org/lang_transaction.html>, "response to errors within a transaction").
+    fn ends(code: &str) -> bool {
+        matches!(code.parse::<u32>().map(|code| code & 0xff), Ok(7 | 9 | 10 | 13))
+    }
 }
 
 /// A transaction that reads first and then writes is refused at once, whatever the busy time-out; one

@@ -428,7 +428,7 @@ impl<DB: Backend> Core<DB> {
             let mut transaction = self.0.pool.begin_with(self.0.texts.begin.clone()).await?;
             let verb = |current, now| record::claim(current, now, &probe);
             let outcome = step::<DB, _>(&mut transaction, key, &verb).await;
-            transaction.rollback().await?;
+            super::undo(transaction).await?;
             outcome
         };
         match found.await {

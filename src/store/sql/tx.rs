@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::future::Future;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -72,6 +73,8 @@ pub enum NoTx {
 pub(crate) struct Unit<DB: Backend> {
     slot: Mutex<Slot<DB>>,
     failure: Mutex<Option<Failure>>,
+    /// The database may have ended the transaction: a statement now would be committed by itself.
+    ended: AtomicBool,
     /// How long a statement may go without a sign of life from the database. A server that is frozen
     /// or cut off does not keep its own limits.
     patience: Option<Duration>,
@@ -117,7 +120,7 @@ impl<DB: Backend> Open<DB> {
 
     pub(super) async fn commit(mut self) -> sqlx::Result<()> {
         match self.transaction.take() {
-            Some(transaction) => transaction.commit().await,
+            Some(transaction) => super::commit(transaction).await,
             None => Err(sqlx::Error::PoolClosed),
         }
     }
@@ -125,7 +128,7 @@ impl<DB: Backend> Open<DB> {
     pub(super) async fn rollback(mut self) {
         if let Some(transaction) = self.transaction.take() {
             // A connection that cannot even do this is gone, and its transaction with it.
-            if let Err(error) = transaction.rollback().await {
+            if let Err(error) = super::undo(transaction).await {
                 tracing::debug!(%error, "a transaction ended without a rollback");
             }
         }
@@ -140,7 +143,7 @@ impl<DB: Backend> Drop for Open<DB> {
             (transaction, tokio::runtime::Handle::try_current())
         {
             runtime.spawn(async move {
-                let undone = transaction.rollback().await;
+                let undone = super::undo(transaction).await;
                 drop((undone, held));
             });
         }
@@ -149,7 +152,8 @@ impl<DB: Backend> Drop for Open<DB> {
 
 impl<DB: Backend> Unit<DB> {
     pub(super) fn new(open: Open<DB>, patience: Option<Duration>) -> Self {
-        Self { slot: Mutex::new(Slot::Ready(open)), failure: Mutex::default(), patience }
+        let slot = Mutex::new(Slot::Ready(open));
+        Self { slot, failure: Mutex::default(), ended: AtomicBool::new(false), patience }
     }
 
     /// Takes the transaction for good: whoever holds it now cannot use it any more.
@@ -166,6 +170,9 @@ impl<DB: Backend> Unit<DB> {
 
     fn note(&self, error: &sqlx::Error) {
         let code = error.as_database_error().and_then(|error| error.code());
+        if code.as_deref().is_some_and(DB::ends) {
+            self.ended.store(true, Ordering::Release);
+        }
         let failure = Failure { weight: weigh::<DB>(error), code: code.map(Into::into) };
         let mut first = lock(&self.failure);
         // The first one is the cause: after it, PostgreSQL refuses everything with 25P02. Only the
@@ -217,6 +224,10 @@ impl<DB: Backend> Tx<DB> {
     }
 
     fn connection(&mut self) -> sqlx::Result<&mut DB::Connection> {
+        if self.unit.ended.load(Ordering::Acquire) {
+            let why = "an earlier statement failed in a way that ends the transaction";
+            return Err(sqlx::Error::Protocol(why.to_owned()));
+        }
         match &mut self.open {
             // A shutdown has settled this run: what would be written now would be undone.
             Some(open) if !self.unit.is_closed() => open.connection(),

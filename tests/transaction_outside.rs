@@ -1,0 +1,560 @@
+//! What lies outside of a transaction and decides about it: a process that dies while its database is
+//! busy, a provider that is called in the middle, a disk that is full, a server that only reads.
+//! (Fault matrix, D7, D12 and D13, and B96.)
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on panics")]
+
+mod support;
+
+use std::convert::Infallible;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use futures_util::future::join_all;
+use http::{Request, Response, StatusCode};
+use http_body_util::Full;
+use sqlx::postgres::{PgPool, PgPoolOptions};
+use sqlx::{AssertSqlSafe, Postgres, Sqlite};
+use support::postgres::PostgresServer;
+use support::relay::Relay;
+use tower::{Layer as _, ServiceExt as _, service_fn};
+use tower_idempotency::store::sql::{Tx, sqlx};
+use tower_idempotency::{
+    Config, Execution, IdempotencyLayer, PostgresStore, Scope, SqliteStore, Store,
+};
+
+const EFFECTS: &str = "CREATE TABLE effects (what TEXT NOT NULL)";
+const PAY: &str = "INSERT INTO effects VALUES ('paid')";
+const RECORDS: &str = "SELECT COUNT(*) FROM idempotency_records";
+/// Longer than a test has patience, shorter than the limit of a statement.
+const LONG: &str = "SELECT pg_sleep(25)";
+
+/// Whoever finds its key in use is told so at once.
+fn layer<S: Store>(store: S) -> IdempotencyLayer {
+    let config = Config::builder().scope(Scope::global()).wait(Duration::ZERO);
+    IdempotencyLayer::new(config.build().unwrap(), store)
+}
+
+fn answer(status: StatusCode) -> Result<Response<Full<Bytes>>, Infallible> {
+    let mut response = Response::new(Full::default());
+    *response.status_mut() = status;
+    Ok(response)
+}
+
+fn request(key: &str) -> Request<Full<Bytes>> {
+    Request::post("/pay").header("idempotency-key", key).body(Full::default()).unwrap()
+}
+
+/// Status, and if it is a replay.
+fn told<B>(response: &Response<B>) -> (u16, bool) {
+    (response.status().as_u16(), response.headers().contains_key("idempotent-replayed"))
+}
+
+async fn pool(url: &str) -> PgPool {
+    PgPoolOptions::new().max_connections(5).connect(url).await.unwrap()
+}
+
+async fn database() -> (Arc<PostgresServer>, String, PgPool) {
+    let (server, url) = PostgresServer::shared();
+    let pool = pool(&url).await;
+    PostgresStore::from_pool(pool.clone()).migrate().await.unwrap();
+    sqlx::raw_sql(EFFECTS).execute(&pool).await.unwrap();
+    (server, url, pool)
+}
+
+async fn count(pool: &PgPool, sql: &'static str) -> i64 {
+    sqlx::query_scalar(sql).fetch_one(pool).await.unwrap()
+}
+
+async fn effects(pool: &PgPool) -> i64 {
+    count(pool, "SELECT COUNT(*) FROM effects").await
+}
+
+/// Pays, with one more statement behind it.
+async fn pay_with(layer: &IdempotencyLayer, key: &str, then: &'static str) -> (u16, bool) {
+    let handler = service_fn(move |request: Request<Full<Bytes>>| async move {
+        let mut tx = Tx::<Postgres>::take(request.extensions()).unwrap();
+        for sql in [PAY, then] {
+            if sqlx::query(sql).execute(&mut tx).await.is_err() {
+                return answer(StatusCode::INTERNAL_SERVER_ERROR);
+            }
+        }
+        answer(StatusCode::CREATED)
+    });
+    told(&layer.layer(handler).oneshot(request(key)).await.unwrap())
+}
+
+async fn pay(layer: &IdempotencyLayer, key: &str) -> (u16, bool) {
+    pay_with(layer, key, "SELECT 1").await
+}
+
+async fn until(what: &str, mut reached: impl AsyncFnMut() -> bool) {
+    let end = Instant::now() + Duration::from_secs(20);
+    while !reached().await {
+        assert!(Instant::now() < end, "{what}: not within 20 seconds");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+}
+
+// ---- A process of its own, which dies
+
+const DATABASE: &str = "TEST_PAYS_INTO";
+const PROVIDER: &str = "TEST_CALLS_PROVIDER";
+
+/// The other process: this program, told by its environment what to do.
+struct Owner(Child);
+
+impl Owner {
+    fn start(url: &str, provider: Option<&Provider>) -> Self {
+        let mut command = Command::new(std::env::current_exe().unwrap());
+        command
+            .args(["--exact", "another_process_serves_one_request_when_it_is_told_to"])
+            .env(DATABASE, url)
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(Stdio::null());
+        if let Some(provider) = provider {
+            command.env(PROVIDER, provider.folder.join(provider.kind()));
+        }
+        Self(command.spawn().unwrap())
+    }
+
+    /// As SIGKILL does.
+    fn kill(&mut self) {
+        self.0.kill().unwrap();
+        self.0.wait().unwrap();
+    }
+}
+
+impl Drop for Owner {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// No test by itself.
+#[tokio::test]
+async fn another_process_serves_one_request_when_it_is_told_to() {
+    let Ok(url) = std::env::var(DATABASE) else { return };
+    let layer = layer(PostgresStore::from_pool(pool(&url).await));
+    match std::env::var(PROVIDER) {
+        Err(_) => drop(pay_with(&layer, "k", LONG).await),
+        Ok(folder) => drop(charge(&layer, &Provider::at(Path::new(&folder)), true).await),
+    }
+}
+
+// ---- D7: a dead client and a busy backend
+
+async fn is_busy(pool: &PgPool) -> bool {
+    let busy = "SELECT COUNT(*) FROM pg_stat_activity WHERE datname = current_database()
+                   AND state = 'active' AND query = 'SELECT pg_sleep(25)'";
+    count(pool, busy).await == 1
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_process_killed_during_a_long_statement_frees_its_key_long_before_the_statement_ends() {
+    let (_server, url, watch) = database().await;
+    let mut owner = Owner::start(&url, None);
+    until("the long statement", async || is_busy(&watch).await).await;
+    let twin = layer(PostgresStore::from_pool(watch.clone()));
+    assert_eq!(pay(&twin, "k").await, (409, false), "it is in flight");
+    assert_eq!(effects(&watch).await, 0);
+    owner.kill();
+    let killed = Instant::now();
+    let mut told = pay(&twin, "k").await;
+    while told.0 == 409 {
+        assert!(killed.elapsed() < Duration::from_secs(8), "a dead process keeps its key");
+        told = pay(&twin, "k").await;
+    }
+    println!("D7: free {:?} after the kill, of a statement of 25 s", killed.elapsed());
+    assert_eq!(told, (201, false));
+    assert_eq!(pay(&twin, "k").await, (201, true));
+    assert!(!is_busy(&watch).await);
+    assert_eq!((effects(&watch).await, count(&watch, RECORDS).await), (1, 1));
+}
+
+/// The same, where the server looks once in an hour: that the key is free above is the look's doing.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_interval_that_the_server_has_for_dead_clients_is_left_as_it_is() {
+    let (_server, url, watch) = database().await;
+    let hourly = "DO $$ BEGIN EXECUTE format('ALTER DATABASE %I SET \
+                  client_connection_check_interval = ''1h''', current_database()); END $$";
+    sqlx::raw_sql(hourly).execute(&watch).await.unwrap();
+    let mut owner = Owner::start(&url, None);
+    until("the long statement", async || is_busy(&watch).await).await;
+    owner.kill();
+    let twin = layer(PostgresStore::from_pool(pool(&url).await));
+    let killed = Instant::now();
+    while killed.elapsed() < Duration::from_secs(2) {
+        assert_eq!(pay(&twin, "k").await, (409, false));
+    }
+    assert!(is_busy(&watch).await, "the statement of a dead process goes on");
+    let end = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity
+                WHERE datname = current_database() AND query = 'SELECT pg_sleep(25)'";
+    sqlx::query(end).execute(&watch).await.unwrap();
+    until("the twin", async || pay(&twin, "k").await.0 == 201).await;
+    assert_eq!(effects(&watch).await, 1);
+    println!("D7: with an interval of 1 h the key was in use for the 2 s that were looked at");
+}
+
+// ---- D12: a call to somebody else within the transaction
+
+/// A provider with a ledger that outlives us: one file for each charge.
+#[derive(Clone)]
+struct Provider {
+    folder: PathBuf,
+    /// One that knows our keys charges once for each.
+    knows_keys: bool,
+}
+
+impl Provider {
+    fn kind(&self) -> &'static str {
+        if self.knows_keys { "knows-keys" } else { "plain" }
+    }
+
+    fn at(ledger: &Path) -> Self {
+        let knows_keys = ledger.ends_with("knows-keys");
+        Self { folder: ledger.parent().unwrap().to_owned(), knows_keys }
+    }
+
+    fn charge(&self, key: &str) {
+        let name = match self.knows_keys {
+            true => key.replace(|letter: char| !letter.is_ascii_alphanumeric(), "_"),
+            false => format!("charge-{}", std::process::id()),
+        };
+        let ledger = self.folder.join(self.kind());
+        fs::create_dir_all(&ledger).unwrap();
+        fs::write(ledger.join(name), key).unwrap();
+    }
+
+    /// The key of each charge.
+    fn charges(&self) -> Vec<String> {
+        let ledger = fs::read_dir(self.folder.join(self.kind())).into_iter().flatten();
+        ledger.map(|charge| fs::read_to_string(charge.unwrap().path()).unwrap()).collect()
+    }
+}
+
+/// Writes a row and charges at the provider. The process may end right behind the charge.
+async fn charge(layer: &IdempotencyLayer, provider: &Provider, abort: bool) -> (u16, bool) {
+    let provider = provider.clone();
+    let handler = service_fn(move |request: Request<Full<Bytes>>| {
+        let provider = provider.clone();
+        async move {
+            let mut tx = Tx::<Postgres>::take(request.extensions()).unwrap();
+            let execution = request.extensions().get::<Execution>().unwrap();
+            let paid = sqlx::query(PAY).execute(&mut tx).await;
+            provider.charge(&execution.downstream_key("charge"));
+            if abort {
+                std::process::abort();
+            }
+            answer(paid.map_or(StatusCode::INTERNAL_SERVER_ERROR, |_| StatusCode::CREATED))
+        }
+    });
+    told(&layer.layer(handler).oneshot(request("k")).await.unwrap())
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_call_within_the_transaction_is_made_again_unless_the_provider_knows_our_key() {
+    for knows_keys in [false, true] {
+        let (_server, url, watch) = database().await;
+        let folder = tempfile::tempdir().unwrap();
+        let provider = Provider { folder: folder.path().to_owned(), knows_keys };
+        let mut owner = Owner::start(&url, Some(&provider));
+        assert!(!owner.0.wait().unwrap().success(), "it ends behind the charge");
+        assert_eq!(provider.charges().len(), 1, "nobody takes that back");
+        assert_eq!((effects(&watch).await, count(&watch, RECORDS).await), (0, 0));
+        let retry = layer(PostgresStore::from_pool(watch.clone()));
+        let mut told = charge(&retry, &provider, false).await;
+        if told.0 == 409 {
+            // The server has not noticed yet.
+            until("the retry", async || {
+                told = charge(&retry, &provider, false).await;
+                told.0 != 409
+            })
+            .await;
+        }
+        assert_eq!(told, (201, false));
+        assert_eq!(charge(&retry, &provider, false).await, (201, true));
+        let (inside, charges) = (effects(&watch).await, provider.charges());
+        println!("D12: {}: {} outside, {inside} inside", provider.kind(), charges.len());
+        assert_eq!(inside, 1, "the database has it once in any case");
+        assert_eq!(charges.len(), if knows_keys { 1 } else { 2 }, "{charges:?}");
+        assert!(charges.iter().all(|key| *key == charges[0]), "both runs send the same key");
+    }
+}
+
+// ---- D13: a disk that is full, a server that only reads
+
+/// A file system of a megabyte or two.
+#[derive(Clone)]
+struct Disk(Arc<Mounted>);
+
+struct Mounted(tempfile::TempDir);
+
+impl Disk {
+    fn of(size: &str) -> Self {
+        let folder = tempfile::Builder::new().prefix("disk").tempdir().unwrap();
+        let size = format!("size={size},mode=0777");
+        as_root(&["mount", "-t", "tmpfs", "-o", &size, "tmpfs", folder.path().to_str().unwrap()]);
+        Self(Arc::new(Mounted(folder)))
+    }
+
+    fn path(&self) -> &Path {
+        self.0.0.path()
+    }
+
+    fn filler(&self) -> PathBuf {
+        self.path().join("filler")
+    }
+
+    /// Takes what is left.
+    fn fill(&self) {
+        use std::io::Write as _;
+        let mut file = fs::File::create(self.filler()).unwrap();
+        while file.write(&[0; 4096]).is_ok_and(|written| written > 0) {}
+    }
+
+    fn clear(&self) {
+        fs::remove_file(self.filler()).unwrap();
+    }
+}
+
+impl Drop for Mounted {
+    fn drop(&mut self) {
+        as_root(&["umount", "--lazy", self.0.path().to_str().unwrap()]);
+    }
+}
+
+#[track_caller]
+fn as_root(command: &[&str]) {
+    let run = |prefix: &[&str]| {
+        let words: Vec<_> = prefix.iter().chain(command).collect();
+        let status = Command::new(words[0]).args(&words[1..]).stdin(Stdio::null()).status();
+        status.is_ok_and(|status| status.success())
+    };
+    let done = run(&[]) || run(&["sudo", "-n"]);
+    assert!(
+        done || std::thread::panicking(),
+        "{command:?}: needs root, or sudo without a password"
+    );
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_full_disk_under_sqlite_stores_nothing_and_frees_the_key() {
+    let disk = Disk::of("1m");
+    let store = SqliteStore::open(disk.path().join("test.db")).await.unwrap();
+    store.migrate().await.unwrap();
+    let pool = store.pool().clone();
+    sqlx::raw_sql(EFFECTS).execute(&pool).await.unwrap();
+    let runs = Arc::new(AtomicUsize::new(0));
+    let counted = Arc::clone(&runs);
+    let service = layer(store).layer(service_fn(move |request: Request<Full<Bytes>>| {
+        counted.fetch_add(1, Ordering::SeqCst);
+        async move {
+            let mut tx = Tx::<Sqlite>::take(request.extensions()).unwrap();
+            let paid = sqlx::query(PAY).execute(&mut tx).await;
+            answer(paid.map_or(StatusCode::INTERNAL_SERVER_ERROR, |_| StatusCode::CREATED))
+        }
+    }));
+    let pay = async |key| told(&service.clone().oneshot(request(key)).await.unwrap());
+    let both = async || -> (i64, i64) {
+        let effects = sqlx::query_scalar("SELECT COUNT(*) FROM effects").fetch_one(&pool);
+        let effects = effects.await.unwrap();
+        (effects, sqlx::query_scalar(RECORDS).fetch_one(&pool).await.unwrap())
+    };
+    assert_eq!(pay("before").await, (201, false));
+    disk.fill();
+    // More often than the pool has connections.
+    for _ in 0..12 {
+        let told = pay("k").await;
+        println!("D13: SQLite on a full disk: {}", told.0);
+        assert!(matches!(told, (500 | 503, false)), "{told:?}");
+        assert_eq!(both().await, (1, 1));
+    }
+    assert_eq!(pay("before").await, (201, true), "what stands is still told");
+    disk.clear();
+    assert_eq!(pay("k").await, (201, false));
+    assert_eq!(pay("k").await, (201, true));
+    assert_eq!(both().await, (2, 2));
+    println!("D13: SQLite with space again: 201, after {} runs", runs.load(Ordering::SeqCst));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_full_disk_under_postgresql_stores_nothing_and_frees_the_key() {
+    // Under the record the claim fails, under the effect the handler's own statement.
+    for (table, status) in [("idempotency_records", 503), ("effects", 500)] {
+        let (server, url, watch) = database().await;
+        let disk = Disk::of("2m");
+        let folder = disk.path().join("space");
+        fs::create_dir(&folder).unwrap();
+        let folder = folder.to_str().unwrap();
+        as_root(&["chmod", "0777", folder]);
+        let owner = fs::metadata(server.data()).unwrap();
+        std::os::unix::fs::chown(folder, Some(owner_of(&owner)), None).unwrap();
+        let space = format!("small_{table}");
+        server.psql(&format!("CREATE TABLESPACE {space} LOCATION '{folder}'"));
+        let moved = format!("ALTER TABLE {table} SET TABLESPACE {space}");
+        sqlx::query(AssertSqlSafe(moved)).execute(&watch).await.unwrap();
+        let layer = layer(PostgresStore::from_pool(watch.clone()));
+        // The table has no page yet, and cannot get one.
+        disk.fill();
+        for _ in 0..3 {
+            let told = pay(&layer, "k").await;
+            println!("D13: PostgreSQL, full under {table}: {}", told.0);
+            assert_eq!(told, (status, false));
+            assert_eq!((effects(&watch).await, count(&watch, RECORDS).await), (0, 0));
+        }
+        disk.clear();
+        assert_eq!(pay(&layer, "k").await, (201, false));
+        assert_eq!(pay(&layer, "k").await, (201, true));
+        assert_eq!((effects(&watch).await, count(&watch, RECORDS).await), (1, 1));
+        watch.close().await;
+        let name = url.split(['/', '?']).nth(3).unwrap();
+        server.psql(&format!("DROP DATABASE {name} WITH (FORCE)"));
+        server.psql(&format!("DROP TABLESPACE {space}"));
+    }
+}
+
+fn owner_of(file: &fs::Metadata) -> u32 {
+    std::os::unix::fs::MetadataExt::uid(file)
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_server_that_only_reads_replays_and_runs_nothing_until_it_writes() {
+    let mut primary = PostgresServer::start();
+    let pool = pool(&primary.url()).await;
+    PostgresStore::from_pool(pool.clone()).migrate().await.unwrap();
+    sqlx::raw_sql(EFFECTS).execute(&pool).await.unwrap();
+    assert_eq!(pay(&layer(PostgresStore::from_pool(pool.clone())), "before").await, (201, false));
+    let relay = Relay::to(primary.port()).await;
+    let standby = primary.standby_through(relay.port());
+    let copy = self::pool(&standby.url()).await;
+    let layer = layer(PostgresStore::from_pool(copy.clone()));
+    for _ in 0..3 {
+        let told = pay(&layer, "k").await;
+        println!("D13: PostgreSQL that only reads: {}", told.0);
+        assert_eq!(told, (503, false));
+    }
+    assert_eq!(pay(&layer, "before").await, (201, true), "what stands is still told");
+    pool.close().await;
+    primary.stop_at_once();
+    standby.psql("SELECT pg_promote()");
+    assert_eq!(pay(&layer, "k").await, (201, false));
+    assert_eq!(pay(&layer, "k").await, (201, true));
+    assert_eq!((effects(&copy).await, count(&copy, RECORDS).await), (2, 2));
+}
+
+/// SQLite may undo a whole transaction when a statement fails: what comes next would stand alone.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_handler_that_goes_on_after_a_full_disk_writes_nothing_outside_of_its_transaction() {
+    let disk = Disk::of("4m");
+    let store = SqliteStore::open(disk.path().join("test.db")).await.unwrap();
+    store.migrate().await.unwrap();
+    let pool = store.pool().clone();
+    sqlx::raw_sql(EFFECTS).execute(&pool).await.unwrap();
+    let room = disk.clone();
+    let service = layer(store).layer(service_fn(move |request: Request<Full<Bytes>>| {
+        let room = room.clone();
+        async move {
+            let mut tx = Tx::<Sqlite>::take(request.extensions()).unwrap();
+            // More than is kept in memory, so that it has to be written before the COMMIT.
+            let much =
+                "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < 64)
+                        INSERT INTO effects SELECT hex(randomblob(65536)) FROM n";
+            let much = sqlx::query(much).execute(&mut tx).await;
+            let code =
+                much.unwrap_err().into_database_error().and_then(|e| Some(e.code()?.into_owned()));
+            assert_eq!(code.as_deref(), Some("13"), "SQLITE_FULL");
+            room.clear();
+            let next = sqlx::query(PAY).execute(&mut tx).await.map(drop);
+            println!("D13: SQLite, a statement behind SQLITE_FULL: {next:?}");
+            answer(StatusCode::CREATED)
+        }
+    }));
+    for _ in 0..3 {
+        disk.fill();
+        let told = told(&service.clone().oneshot(request("k")).await.unwrap());
+        assert_eq!(told, (500, false));
+        for table in ["SELECT COUNT(*) FROM effects", RECORDS] {
+            let rows: i64 = sqlx::query_scalar(table).fetch_one(&pool).await.unwrap();
+            assert_eq!(rows, 0, "{table}");
+        }
+    }
+}
+
+// ---- B96: a sweep is small, however much there is
+
+async fn fill(pool: &PgPool, rows: u32, expires_at: &str) {
+    let fill = format!(
+        "INSERT INTO idempotency_records (storage_key, state, expires_at, record)
+         SELECT substr(sha256(n::text::bytea), 1, 24), 4, {expires_at},
+                '\\x0104'::bytea || substr(sha256('x'), 1, 32) || sha256('y') || sha256('z')
+           FROM generate_series(1, {rows}) AS n"
+    );
+    sqlx::query(AssertSqlSafe(fill)).execute(pool).await.unwrap();
+    sqlx::raw_sql("VACUUM ANALYZE idempotency_records").execute(pool).await.unwrap();
+}
+
+const READ_IN_SEQUENCE: &str = "SELECT COALESCE(SUM(seq_tup_read), 0)::bigint
+      FROM pg_stat_user_tables WHERE relname = 'idempotency_records'";
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_sweep_over_many_rows_takes_its_part_by_the_index_while_claims_go_on() {
+    const EXPIRED: u32 = 50_000;
+    let (_server, url, watch) = database().await;
+    fill(&watch, EXPIRED, "n").await;
+    let swept_by = pool(&url).await;
+    let sweeper = PostgresStore::from_pool(swept_by.clone());
+    let sweeping = tokio::spawn(async move {
+        let mut parts = Vec::new();
+        for _ in 0..20 {
+            parts.push(sweeper.sweep(500).await.unwrap());
+        }
+        parts
+    });
+    let layer = layer(PostgresStore::from_pool(watch.clone()));
+    let claims = (0..40).map(|n| {
+        let layer = layer.clone();
+        async move { pay(&layer, &format!("k{n}")).await }
+    });
+    let told = join_all(claims).await;
+    assert!(told.iter().all(|told| *told == (201, false)), "{told:?}");
+    let parts = sweeping.await.unwrap();
+    assert!(parts.iter().all(|&part| part == 500), "each takes what it was told: {parts:?}");
+    // A connection tells what it has read when it ends, at the latest.
+    swept_by.close().await;
+    let deleted = "SELECT COALESCE(SUM(n_tup_del), 0)::bigint FROM pg_stat_user_tables
+                    WHERE relname = 'idempotency_records'";
+    until("the server's count", async || count(&watch, deleted).await == 10_000).await;
+    let read = count(&watch, READ_IN_SEQUENCE).await;
+    println!("B96: 20 sweeps of 500 among {EXPIRED} expired rows read {read} in sequence");
+    assert_eq!(read, 0, "a sweep reads the whole table");
+    assert_eq!(count(&watch, RECORDS).await, i64::from(EXPIRED) - 20 * 500 + 40);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_sweep_that_finds_nothing_reads_nothing_however_many_rows_live() {
+    let (_server, url, watch) = database().await;
+    fill(&watch, 20_000, "9000000000000000 + n").await;
+    let swept_by = pool(&url).await;
+    let sweeper = PostgresStore::from_pool(swept_by.clone());
+    for _ in 0..5 {
+        assert_eq!(sweeper.sweep(500).await.unwrap(), 0);
+    }
+    swept_by.close().await;
+    let looks = "SELECT idx_scan FROM pg_stat_user_indexes
+                  WHERE indexrelname = 'idempotency_records_expires_at'";
+    until("the server's count", async || count(&watch, looks).await >= 5).await;
+    let by_index = "SELECT idx_tup_read FROM pg_stat_user_indexes
+                     WHERE indexrelname = 'idempotency_records_expires_at'";
+    let read = count(&watch, by_index).await + count(&watch, READ_IN_SEQUENCE).await;
+    println!("B96: 5 sweeps among 20000 live rows read {read} of them");
+    assert!(read < 10, "a sweep reads what lives: {read}");
+    assert_eq!(count(&watch, RECORDS).await, 20_000);
+}
