@@ -16,7 +16,7 @@ async fn a2_a_broken_upload_leaves_no_trace() {
     let mut stream = TcpStream::connect(site.one.address).await.unwrap();
     stream.write_all(head.as_bytes()).await.unwrap();
     sleep(200).await;
-    assert!(site.records().is_empty(), "nothing is claimed before the whole body");
+    assert_eq!(site.records(), Vec::<String>::new(), "nothing is claimed before the whole body");
     drop(stream);
     is_paid(&site.settled("broken", "tok_visa").await);
     assert_eq!(site.two.ledger().await["entries"][0]["attempt"], 1);

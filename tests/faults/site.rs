@@ -71,8 +71,12 @@ impl Site {
     /// The keys of all records in Redis.
     pub(crate) fn records(&self) -> Vec<String> {
         let keys = self.redis.cli(&["keys", "idem:*"]);
-        // The readiness check leaves a mark for a second.
-        keys.lines().filter(|key| *key != "idem:{ready}").map(str::to_owned).collect()
+        // The readiness check leaves a mark for a second, the check at the start a record for some:
+        // its storage key ends in zeros, which no hash does.
+        keys.lines()
+            .filter(|key| *key != "idem:{ready}" && !key.ends_with("AAAAAAAAAA}"))
+            .map(str::to_owned)
+            .collect()
     }
 
     /// Waits until a claim is in Redis.
