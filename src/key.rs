@@ -76,8 +76,11 @@ pub enum KeyError {
     /// The key in the body holds something else than printable ASCII.
     #[error("a key is printable ASCII")]
     Character,
-    /// The body gives a member twice, so its key cannot be told.
-    #[error("the body gives a member twice, so its key cannot be told")]
+    /// Readers of the body may disagree about it, so its key cannot be told: a member is given twice, or
+    /// a value is beyond what can be read.
+    #[error(
+        "the key in the body cannot be told: a member is given twice, or a value cannot be read"
+    )]
     Ambiguous,
     /// More than one header line carries a key, or two accepted places disagree.
     #[error("the request carries more than one idempotency key")]

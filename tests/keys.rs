@@ -202,6 +202,26 @@ async fn where_it_is_optional_a_request_without_a_key_runs_with_its_whole_body()
     Shop::new(from_body().scope(unknown())).json(keyed).await.refused(401, "scope_missing");
 }
 
+/// Handlers skip members that they do not know, whatever is in them: such a body is a payment.
+#[tokio::test]
+async fn a_body_that_cannot_be_read_to_its_end_never_runs_without_its_key() {
+    let shop = Shop::new(from_body().missing_key(MissingKey::PassThrough));
+    let deep = "[".repeat(127) + &"]".repeat(127);
+    for value in [
+        r#""cut \ud83d""#,
+        "1e400",
+        &deep,
+        r#"{"$serde_json::private::RawValue":"1"}"#,
+        r#"{"\u0024serde_json::private::Number":"1"}"#,
+    ] {
+        let body = format!(r#"{{"idempotency_key":"k","amount":5,"note":{value}}}"#);
+        shop.json(&body).await.refused(400, "key_invalid");
+    }
+    let hidden = r#"{"$serde_json::private::RawValue":"{\"idempotency_key\":\"k\"}"}"#;
+    shop.json(hidden).await.refused(400, "key_invalid");
+    assert_eq!(shop.runs(), 0);
+}
+
 // ---- The key from the content
 
 const WINDOW: Duration = Duration::from_millis(600);
@@ -296,6 +316,13 @@ async fn what_a_parser_would_lose_is_compared_byte_for_byte() {
         (r#"{"amount":9007199254740993}"#, r#"{"amount":9007199254740992}"#),
         (r#"{"note":"\ud800"}"#, r#"{"note":"\ud801"}"#),
         ("{", "{ "),
+        (
+            r#"{"a":{"$serde_json::private::RawValue":"9007199254740993"}}"#,
+            r#"{"a":{"$serde_json::private::RawValue":"9007199254740992"}}"#,
+        ),
+        (r#"{"a":{"$serde_json::private::RawValue":"5"}}"#, r#"{"a":5}"#),
+        (r#"{"\u0024serde_json::private\u003a:RawValue":"5"}"#, "5"),
+        (r#"{"$serde_json::private::Number":"5"}"#, "5"),
         ("[1,2]", "[2,1]"),
     ] {
         let shop = Shop::new(rules().fingerprint(Recipe::new().canonical_json()));

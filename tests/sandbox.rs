@@ -66,6 +66,21 @@ async fn the_routes_in_stripes_shape_take_forms_and_need_no_key() {
     assert_eq!(sandbox.charges().await, 3);
 }
 
+#[tokio::test]
+async fn a_key_of_a_json_route_is_a_mismatch_on_a_form_route_and_the_other_way_round() {
+    let sandbox = Sandbox::start(&[]);
+    let form = |key: &str| {
+        let charge = "amount=5&currency=usd&source=tok_visa";
+        Call::new(Method::POST, "/v1/charges").account("acme").form(charge.to_owned()).key(key)
+    };
+    assert_eq!(sandbox.send(Call::pay("json", "tok_visa")).await.status, 201);
+    check(&sandbox.send(form("json")).await, 422, "idempotency_key_reused");
+    assert_eq!(sandbox.send(form("form")).await.status, 200);
+    check(&sandbox.send(Call::pay("form", "tok_visa")).await, 422, "idempotency_key_reused");
+    check(&sandbox.send(delete("pay_1").key("form")).await, 422, "idempotency_key_reused");
+    assert_eq!(sandbox.charges().await, 2);
+}
+
 // ---- Starting and stopping
 
 #[tokio::test]

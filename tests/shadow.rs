@@ -228,8 +228,19 @@ async fn a_caller_who_lost_the_right_gets_no_replay_and_gets_it_again_with_the_r
 #[tokio::test(start_paused = true)]
 async fn a_guard_that_does_not_answer_is_a_refusal() {
     let silent = |_| std::future::pending::<ReplayDecision>();
-    let rules = watching().enforcement(Enforcement::Enforce).authorize_replay(silent);
-    let shop = shop(&memory(), rules);
+    refuses(watching().authorize_replay(silent)).await;
+}
+
+#[tokio::test]
+async fn a_guard_that_panics_is_a_refusal() {
+    refuses(watching().authorize_replay(|_| async { panic!("a guard") })).await;
+    let at_once = |_| -> std::future::Ready<ReplayDecision> { panic!("a guard") };
+    refuses(watching().authorize_replay(at_once)).await;
+}
+
+async fn refuses(rules: ConfigBuilder) {
+    let shop = shop(&memory(), rules.enforcement(Enforcement::Enforce));
     assert_eq!(send(&shop.app, ask(Some("k"), Some("a"), "1")).await.0, 201);
-    assert_eq!(send(&shop.app, ask(Some("k"), Some("a"), "1")).await.0, 403);
+    let (status, _, body) = send(&shop.app, ask(Some("k"), Some("a"), "1")).await;
+    assert_eq!((status.as_u16(), code(&body).as_str()), (403, "idempotency_replay_forbidden"));
 }

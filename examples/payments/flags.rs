@@ -27,7 +27,7 @@ pub(crate) struct Flags {
     /// Where idempotency records are kept: `sqlite:PATH`, `postgres://…`, `redis://HOST:PORT`,
     /// `redis+sentinel://HOST:PORT,…/MASTER`, `redis+cluster://HOST:PORT,…` or `memory:`; Redis with
     /// `?wait=N` for N replicas that have to confirm [default: in the file of the ledger].
-    #[arg(long, env = "PAYMENTS_STORE", value_name = "URL")]
+    #[arg(long, env = "PAYMENTS_STORE", value_name = "URL", hide_env_values = true)]
     store: Option<StoreUrl>,
 
     /// The SQLite file of what really happened. Several processes may share one. With an SQL store
@@ -165,19 +165,26 @@ impl Flags {
                 .request_limit(body_limit)
                 .response_limit(self.response_limit as usize)
         };
+        // A space is `+` from one of Stripe's clients and `%20` from another.
+        let same_meaning = || Recipe::new().canonical_form();
         let build =
             |builder: ConfigBuilder| builder.build().map_err(|e: ConfigError| e.to_string());
         Ok(Rules {
-            required: build(common().methods([Method::POST]))?,
+            // One account, one set of keys: each route knows the other routes' fingerprints, so that a
+            // key that is used on both is a mismatch.
+            required: build(common().methods([Method::POST]).also_accept(same_meaning()))?,
             optional: build(
-                common().methods([Method::DELETE]).missing_key(MissingKey::PassThrough),
+                common()
+                    .methods([Method::DELETE])
+                    .missing_key(MissingKey::PassThrough)
+                    .also_accept(same_meaning()),
             )?,
             stripe: build(
                 common()
                     .methods([Method::POST])
                     .missing_key(MissingKey::PassThrough)
-                    // A space is `+` from one of Stripe's clients and `%20` from another.
-                    .fingerprint(Recipe::new().canonical_form()),
+                    .fingerprint(same_meaning())
+                    .also_accept(Recipe::new()),
             )?,
             flavour,
             body_limit,

@@ -328,7 +328,8 @@ impl ConfigBuilder {
     }
 
     /// Also accepts records whose fingerprint was made by this older recipe: for the retention
-    /// after a deploy that changes it. Up to three.
+    /// after a deploy that changes it, and on routes with different recipes that share their keys, so
+    /// that a key used on both is a mismatch and not an unreadable record. Up to three.
     pub fn also_accept(mut self, older: Recipe) -> Self {
         self.also_accepted.push(older);
         self
@@ -471,8 +472,8 @@ impl ConfigBuilder {
     }
 
     /// Asks `guard` before each replay whether the caller may still see the stored answer, and
-    /// before the news that it was not kept. Where it refuses, or takes longer than five seconds,
-    /// the answer is 403 `idempotency_replay_forbidden`.
+    /// before the news that it was not kept. Where it refuses, panics, or takes longer than five
+    /// seconds, the answer is 403 `idempotency_replay_forbidden`.
     pub fn authorize_replay<F, A>(mut self, guard: F) -> Self
     where
         F: Fn(ReplayRequest) -> A + Send + Sync + 'static,

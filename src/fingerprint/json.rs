@@ -9,7 +9,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use serde::Deserialize;
-use serde::de::{Deserializer, Error, MapAccess, SeqAccess, Visitor};
+use serde::de::{Deserializer, Error, IgnoredAny, MapAccess, SeqAccess, Visitor};
 use serde_json::Value;
 
 /// A place in a JSON document (RFC 6901), such as `/payment/sent_at`.
@@ -97,18 +97,53 @@ fn unescaped(token: &str) -> String {
 /// Why a body is no document that can be looked into.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum Unreadable {
-    /// It is no JSON, or nested too deeply.
+    /// It is no JSON.
     Malformed,
-    /// A member is given twice, so nobody knows which one is meant.
+    /// Readers of it may disagree: a member is given twice, a value is beyond this reader (nested too
+    /// deeply, a number too great, half a surrogate pair), or a name is one that the reader uses itself.
     Ambiguous,
 }
 
 /// Reads a document in which every member is given once.
 pub(crate) fn read(body: &[u8]) -> Result<Value, Unreadable> {
-    let document = serde_json::from_slice(body).map_err(|_| Unreadable::Malformed)?;
+    if names_a_marker(body) {
+        return Err(Unreadable::Ambiguous);
+    }
+    // A handler that does not look at a value does not stumble over it either: what it would accept
+    // is not taken for something else than JSON.
+    let beyond = |_| match serde_json::from_slice::<IgnoredAny>(body) {
+        Ok(_) => Unreadable::Ambiguous,
+        Err(_) => Unreadable::Malformed,
+    };
+    let document = serde_json::from_slice(body).map_err(beyond)?;
     // Another pass: whatever another crate makes of numbers in `Value`, this one looks at names only.
     serde_json::from_slice::<Unique>(body).map_err(|_| Unreadable::Ambiguous)?;
     Ok(document)
+}
+
+/// How the names begin by which `serde_json` marks raw values and numbers within itself. An object
+/// of a client with such a member would be read as the text within it.
+const MARKER: &[u8] = b"$serde_json::private::";
+
+/// True if the marker may be in the body, escaped or not. It is ASCII, so `\u00XX` is all that hides it.
+fn names_a_marker(body: &[u8]) -> bool {
+    let holds = |text: &[u8]| text.windows(MARKER.len()).any(|part| part == MARKER);
+    if !body.windows(4).any(|part| part == br"\u00") {
+        return holds(body);
+    }
+    let mut plain = Vec::with_capacity(body.len());
+    let mut rest = body;
+    while let Some((&first, tail)) = rest.split_first() {
+        let escaped = rest.strip_prefix(br"\u00").and_then(|hex| hex.split_at_checked(2));
+        let code = escaped.and_then(|(hex, tail)| {
+            let code = u8::from_str_radix(std::str::from_utf8(hex).ok()?, 16).ok()?;
+            Some((code, tail))
+        });
+        let (byte, tail) = code.unwrap_or((first, tail));
+        plain.push(byte);
+        rest = tail;
+    }
+    holds(&plain)
 }
 
 /// A document that is only looked through, for members that are given twice.
@@ -186,7 +221,7 @@ pub(super) fn canonical(document: &Value) -> Option<Vec<u8>> {
 
 /// The canonical form of a JSON body (RFC 8785), as fingerprints by
 /// [`Recipe::canonical_json`](crate::Recipe::canonical_json) see it. `None` if the body has none
-/// that stands for it alone: it is no JSON, a member is given twice, a number has more digits than
+/// that stands for it alone: it is no JSON, a member is given twice or named like a mark of the parser, a number has more digits than
 /// a double keeps, a surrogate stands alone, or it is nested more than 127 levels deep.
 ///
 /// # Example

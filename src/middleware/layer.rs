@@ -33,7 +33,10 @@ impl IdempotencyLayer {
     }
 
     /// A layer with other rules on the same engine: for routes that differ, and for nothing else,
-    /// since one engine means one shutdown and one limit on waiting.
+    /// since one engine means one shutdown and one limit on waiting. If its
+    /// [`Recipe`](crate::Recipe) is another one, let each of the two
+    /// [accept](crate::ConfigBuilder::also_accept) the other's, so that a key which is used on both kinds
+    /// of route is a mismatch (422) and not a record that cannot be read (503).
     #[must_use]
     pub fn with_config(&self, config: Config) -> Self {
         Self::on(self.engine.clone(), config)

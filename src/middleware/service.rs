@@ -2,12 +2,14 @@
 
 use std::error::Error as StdError;
 use std::future::poll_fn;
+use std::panic::AssertUnwindSafe;
 use std::pin::pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
 use bytes::{Buf as _, BufMut as _, Bytes, BytesMut};
+use futures_util::FutureExt as _;
 use http::request::Parts;
 use http::{HeaderValue, Request, Response, StatusCode};
 use http_body::Body;
@@ -389,11 +391,19 @@ async fn allowed(
     status: StatusCode,
 ) -> ReplayDecision {
     let Some((guard, head)) = asker else { return ReplayDecision::Allow };
-    let asked = guard.ask(ReplayRequest::new(head, key.clone(), status));
-    timeout(GUARD_WITHIN, asked).await.unwrap_or_else(|_| {
-        tracing::error!(bound = ?GUARD_WITHIN, "the replay guard did not answer in time");
-        ReplayDecision::Refuse
-    })
+    let request = ReplayRequest::new(head, key.clone(), status);
+    let asked = AssertUnwindSafe(async move { guard.ask(request).await }).catch_unwind();
+    match timeout(GUARD_WITHIN, asked).await {
+        Ok(Ok(decision)) => decision,
+        Ok(Err(_)) => {
+            tracing::error!("the replay guard panicked");
+            ReplayDecision::Refuse
+        }
+        Err(_) => {
+            tracing::error!(bound = ?GUARD_WITHIN, "the replay guard did not answer in time");
+            ReplayDecision::Refuse
+        }
+    }
 }
 
 /// The original answer again.
