@@ -131,6 +131,9 @@ fn what_it_cannot_do_is_refused_with_an_exit_code() {
         assert_eq!(refused(&[], &[(name, value)]).0, Some(2), "{name}");
     }
     let started = Instant::now();
+    let (code, error) = refused(&["--store", "rdis://user:secret@127.0.0.1:1"], &[]);
+    assert_eq!(code, Some(2), "{error}");
+    assert!(error.contains("--store: unknown store") && !error.contains("secret"), "{error}");
     let (code, error) = refused(&["--store", "redis://user:secret@127.0.0.1:1"], &[]);
     assert_eq!(code, Some(1), "{error}");
     assert!(error.contains("127.0.0.1:1") && !error.contains("secret"), "{error}");

@@ -1,5 +1,6 @@
 //! The command line. Every flag is an environment variable too (`PAYMENTS_` and its name).
 
+use std::convert::Infallible;
 use std::net::{SocketAddr, ToSocketAddrs as _};
 use std::path::PathBuf;
 use std::time::Duration;
@@ -28,7 +29,8 @@ pub(crate) struct Flags {
     /// `redis+sentinel://HOST:PORT,…/MASTER`, `redis+cluster://HOST:PORT,…` or `memory:`; Redis with
     /// `?wait=N` for N replicas that have to confirm [default: in the file of the ledger].
     #[arg(long, env = "PAYMENTS_STORE", value_name = "URL", hide_env_values = true)]
-    store: Option<StoreUrl>,
+    #[arg(value_parser = store)]
+    store: Option<Result<StoreUrl, String>>,
 
     /// The SQLite file of what really happened. Several processes may share one. With an SQL store
     /// that is the store's own database [default: payments.db].
@@ -113,7 +115,7 @@ impl Flags {
 
     /// The store: without a flag it is the ledger's own file.
     pub(crate) fn store(&self) -> StoreUrl {
-        self.store.clone().unwrap_or_else(|| StoreUrl::Sqlite(self.ledger()))
+        self.store.clone().and_then(Result::ok).unwrap_or_else(|| StoreUrl::Sqlite(self.ledger()))
     }
 
     /// The file of the ledger, where the store's database does not hold it.
@@ -124,12 +126,13 @@ impl Flags {
     /// The rules of the routes, with this recovery.
     pub(crate) fn rules(&self, recovery: &Recovery) -> Result<Rules, String> {
         match (&self.store, &self.ledger) {
-            (Some(StoreUrl::Sqlite(store)), Some(ledger)) if store != ledger => {
+            (Some(Err(error)), _) => return Err(format!("--store: {error}")),
+            (Some(Ok(StoreUrl::Sqlite(store))), Some(ledger)) if store != ledger => {
                 return Err(
                     "--ledger: with an sqlite: store the ledger is in the store's file".into()
                 );
             }
-            (Some(StoreUrl::Postgres(_)), Some(_)) => {
+            (Some(Ok(StoreUrl::Postgres(_))), Some(_)) => {
                 return Err(
                     "--ledger: with a postgres: store the ledger is in the store's database".into(),
                 );
@@ -232,6 +235,12 @@ fn grace(text: &str) -> Result<Duration, String> {
         true => Ok(grace),
         false => Err("must not be longer than 3600 seconds".to_owned()),
     })
+}
+
+/// What is wrong with a URL is said later: a parser's error would repeat it, with its password.
+#[expect(clippy::unnecessary_wraps, reason = "clap wants a parser that may fail")]
+fn store(url: &str) -> Result<Result<StoreUrl, String>, Infallible> {
+    Ok(url.parse())
 }
 
 fn address(text: &str) -> Result<SocketAddr, String> {

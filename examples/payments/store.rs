@@ -143,7 +143,8 @@ impl FromStr for StoreUrl {
                 Err("a PostgreSQL URL looks like postgres://user@127.0.0.1/database".to_owned())
             }
             _ => Err(format!(
-                "unknown store {scheme:?}; try sqlite:payments.db, memory: or redis://127.0.0.1:6379"
+                "unknown store {scheme:?}; try sqlite:payments.db, postgres://user@127.0.0.1/database, \
+                 redis://127.0.0.1:6379 or memory:"
             )),
         }
     }
