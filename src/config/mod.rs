@@ -291,7 +291,10 @@ impl ConfigBuilder {
     /// (`/idempotency_key`). The key is a string there, and stands for itself, without quotes of
     /// its own. A request may carry it in a header as well, if both are the same.
     ///
-    /// To look nowhere else, give no [`key_headers`](Self::key_headers).
+    /// Only bodies of type `application/json` or `…+json` are looked into; a `null` is no key. A body on
+    /// which readers may disagree is refused (400).
+    ///
+    /// To look nowhere else: `key_headers([])` ([`key_headers`](Self::key_headers)).
     pub fn key_from_body(mut self, pointer: JsonPointer) -> Self {
         self.config.key_source = KeySource::Body(pointer);
         self
