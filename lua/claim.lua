@@ -16,6 +16,7 @@
          | 4 mismatch
          | 5 indeterminate, holder, attempt, fence, checkpoint
          | 6 unreadable
+         | 7 large
 ]]
 local time = redis.call('TIME')
 local key, holder, prints = KEYS[1], ARGV[1], ARGV[2]
@@ -28,17 +29,23 @@ local MAX_48, MAX_32 = 281474976710655, 4294967295
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 local term = pack('>I6I4', math.min(now + lease, MAX_48), math.min(lease, MAX_32))
 
-local record = redis.call('GET', key)
-if not record then
-  redis.call('SET', key, begun .. sub(prints, 1, 36) .. holder
-    .. pack('>I4I6I6', 1, now, now) .. term .. '\0\0\0\0', 'PX', kept_for)
+-- A large answer stays where it is: it is not copied through Lua, and the caller reads it by itself.
+local record = redis.call('GETRANGE', key, 0, 4095)
+if record == '' then
+  -- NX, because a string with nothing in it is no record, but it is there.
+  local written = redis.call('SET', key, begun .. sub(prints, 1, 36) .. holder
+    .. pack('>I4I6I6', 1, now, now) .. term .. '\0\0\0\0', 'NX', 'PX', kept_for)
+  if not written then return {6} end
   return {1, 1, now, now, 0, ''}
 end
 
 local version, state = string.byte(record, 1, 2)
 if version ~= 1 or #record < 84 then return {6} end
 local attempt, fence, created, at, granted, noted = struct.unpack('>I4I6I6I6I4I4', record, 55)
-local answer = #record - 84 - noted
+local large = #record == 4096
+local length = large and redis.call('STRLEN', key) or #record
+if large and state ~= 4 then record = redis.call('GET', key) end
+local answer = length - 84 - noted
 if state < 1 or state > 5 or answer ~= (state == 4 and math.max(granted, 1) or 0) then return {6} end
 
 if state ~= 2 then
@@ -53,7 +60,10 @@ if state ~= 2 then
   if not same then return {4} end
 end
 
-if state == 4 then return {3, sub(record, 85 + noted)} end
+if state == 4 then
+  if large then return {7} end
+  return {3, sub(record, 85 + noted)}
+end
 
 local owner = sub(record, 39, 54)
 local takeover = 0

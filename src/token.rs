@@ -36,6 +36,13 @@ impl HolderId {
     pub const fn as_bytes(&self) -> &[u8; 16] {
         &self.0
     }
+
+    /// A name in a text store: 22 characters of base64url.
+    #[cfg(feature = "redis")]
+    pub(crate) fn to_text(self) -> String {
+        use base64::Engine as _;
+        base64::engine::general_purpose::URL_SAFE_NO_PAD.encode(self.0)
+    }
 }
 
 impl fmt::Debug for HolderId {

@@ -80,7 +80,20 @@ async fn b16_replicas_are_compared_with_what_is_waited_for() {
 #[tokio::test]
 async fn b16_a_user_with_the_least_rights_works_and_what_is_hidden_is_said() {
     let server = RedisServer::start_with(&SOUND);
-    let least = ["+eval", "+evalsha", "+time", "+get", "+set"];
+    let least = [
+        "+eval",
+        "+evalsha",
+        "+time",
+        "+get",
+        "+set",
+        "+getrange",
+        "+setrange",
+        "+strlen",
+        "+exists",
+        "+rename",
+        "+unlink",
+        "+pexpire",
+    ];
     let mut user = vec!["acl", "setuser", "pay", "on", ">pass", "~idem:*"];
     user.extend(least);
     server.cli(&user);

@@ -185,7 +185,9 @@ impl Sequence {
     }
 
     fn draw_bytes(&mut self, at_least: usize) -> Bytes {
-        let choices: [&[u8]; 5] = [b"", b"a", b"\0\0", b"\xff\r\n$1\r\n", &[b'x'; 300]];
+        // The last two of a size that Redis keeps out of its scripts.
+        let choices: [&[u8]; 7] =
+            [b"", b"a", b"\0\0", b"\xff\r\n$1\r\n", &[b'x'; 300], &[b'y'; 5_000], &[b'z'; 5_000]];
         Bytes::copy_from_slice(choices[at_least..].choose(&mut self.random).unwrap())
     }
 }

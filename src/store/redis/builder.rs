@@ -6,12 +6,12 @@ use std::time::Duration;
 
 use ::{deadpool_redis, redis};
 
+use super::call::Wait;
 use super::check::{Concern, StartupChecks};
 use super::connect::{
     Address, AddressError, CALL_TIMEOUT, CONNECT_TIMEOUT, Certificates, Cluster, Connections,
     Dialer, Failure, Node, Pooled,
 };
-use super::script::Wait;
 use super::{NAME, RedisStore};
 use crate::error::{StoreError, StoreErrorKind};
 #[cfg(doc)]
@@ -46,7 +46,8 @@ pub(super) enum SetupError {
     #[error("the server could lose records: {}", list(.0))]
     Unsafe(Vec<Concern>),
     #[error(
-        "the user may not do what the scripts need ({0}); grant it `+eval +evalsha +time +get +set` \
+        "the user may not do what the scripts need ({0}); grant it `+eval +evalsha +time \
+         +get +set +getrange +setrange +strlen +exists +rename +unlink +pexpire` \
          on the keys of the prefix"
     )]
     Rights(Box<str>),

@@ -8,8 +8,9 @@ use ::redis::{Cmd, Value};
 use bytes::Bytes;
 
 use super::builder::SetupError;
+use super::call::{Call, TooFewReplicas};
 use super::connect::Failure;
-use super::script::{Call, TooFewReplicas};
+use super::script::LARGE;
 use super::{NAME, RedisStore};
 use crate::error::{StoreError, StoreErrorKind};
 use crate::fingerprint::{Fingerprint, Fingerprints, RecipeId};
@@ -230,7 +231,7 @@ impl RedisStore {
                 };
             }
         };
-        self.try_the_others(key, &lease, terms).await.map_err(explained)?;
+        self.try_the_others(key, &lease, &claim).await.map_err(explained)?;
         Ok(None)
     }
 
@@ -238,8 +239,9 @@ impl RedisStore {
         &self,
         key: StorageKey,
         lease: &Lease,
-        terms: Terms,
+        claim: &Claim,
     ) -> Result<(), StoreError> {
+        let terms = claim.terms;
         let holder = lease.owner().holder;
         let attempt = Attempt::from_number(1);
         let finding = Finding::NothingHappened;
@@ -248,6 +250,16 @@ impl RedisStore {
         self.resolve(key, &Resolution { holder, attempt, finding, terms }).await?;
         let response = Bytes::from_static(b"check");
         self.complete(lease, &Completion { terms, response, writes: Writes::Keep }).await?;
+        // A large response takes other commands: where there is no record, where there is one, and when
+        // it is read.
+        let mut key = *key.as_bytes();
+        key[0] ^= 1;
+        let (key, response) = (StorageKey::from_bytes(key), Bytes::from_static(&[0; LARGE]));
+        let lease = Lease::new(key, claim, lease.grant().clone());
+        let completion = Completion { terms, response, writes: Writes::Keep };
+        self.complete(&lease, &completion).await?;
+        self.complete(&lease, &completion).await?;
+        self.claim(key, &Claim { holder: HolderId::random(), ..*claim }).await?;
         Ok(())
     }
 }

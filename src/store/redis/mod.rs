@@ -31,6 +31,7 @@
 //! A verb takes at most twice the call timeout: once for a connection, once for the reply.
 
 mod builder;
+mod call;
 mod check;
 mod connect;
 mod script;
@@ -43,14 +44,17 @@ pub use builder::RedisStoreBuilder;
 pub use check::{Concern, StartupChecks};
 
 use builder::{PREFIX, SetupError};
+use call::{Call, Wait};
 use connect::{CALL_TIMEOUT, Cause, Connections, Pooled, Urgency};
-use script::{BadReply, Call, Readiness, Reply, Wait};
+use script::{BadReply, Claimed, Readiness, Reply};
+
+use bytes::Bytes;
 
 use super::{Lease, Store, StoreFuture};
 use crate::error::{StoreError, StoreErrorKind};
 use crate::record::{
-    Claim, ClaimOutcome, CompleteOutcome, Completion, Release, ReleaseOutcome, RenewOutcome,
-    Renewal, Resolution, ResolveOutcome,
+    self, Claim, ClaimOutcome, CompleteOutcome, Completion, Current, Grant, Millis, Release,
+    ReleaseOutcome, RenewOutcome, Renewal, Resolution, ResolveOutcome, State,
 };
 use crate::scope::StorageKey;
 
@@ -214,11 +218,23 @@ impl Store for RedisStore {
     ) -> StoreFuture<'a, ClaimOutcome<Lease>> {
         Box::pin(async move {
             let call = script::claim(&self.key(key), claim).waiting(self.0.wait);
-            let unreadable = ClaimOutcome::Unreadable;
-            let verb = Verb::new("claim", Urgency::Ordinary, unreadable, script::claimed)
-                .holding_if(|outcome| matches!(outcome, ClaimOutcome::Acquired(_)));
-            let outcome = self.run(verb, &call).await?;
-            Ok(outcome.map(|grant| Lease::new(key, claim, grant)))
+            for _ in 0..LARGE_LOOKS {
+                let unreadable = Claimed::Outcome(ClaimOutcome::Unreadable);
+                let verb = Verb::new("claim", Urgency::Ordinary, unreadable, script::claimed)
+                    .holding_if(|claimed| {
+                        matches!(claimed, Claimed::Outcome(ClaimOutcome::Acquired(_)))
+                    });
+                let outcome = match self.run(verb, &call).await? {
+                    Claimed::Outcome(outcome) => outcome,
+                    Claimed::Large(found) => match judge_again(found, claim) {
+                        Some(outcome) => outcome,
+                        None => continue,
+                    },
+                };
+                return Ok(outcome.map(|grant| Lease::new(key, claim, grant)));
+            }
+            // Nothing was claimed.
+            Err(StoreError::new(StoreErrorKind::Unavailable, NAME, "claim"))
         })
     }
 
@@ -249,8 +265,9 @@ impl Store for RedisStore {
             let call = script::complete(&self.key(lease.key()), lease.owner(), completion)
                 .waiting(self.0.wait);
             let unreadable = CompleteOutcome::Unreadable;
-            let verb = Verb::new("complete", Urgency::Urgent, unreadable, script::completed)
-                .holding_if(|outcome| {
+            let read = if call.is_beside() { script::completed_large } else { script::completed };
+            let verb =
+                Verb::new("complete", Urgency::Urgent, unreadable, read).holding_if(|outcome| {
                     use CompleteOutcome::{Healed, Restored, Stored};
                     matches!(outcome, Stored | Healed | Restored)
                 });
@@ -290,6 +307,23 @@ impl Store for RedisStore {
     fn ready(&self) -> StoreFuture<'_, ()> {
         Box::pin(self.check_server("ready", |call| call.waiting(self.0.wait)))
     }
+}
+
+/// How often a claim looks for a large answer that is gone when it is read. Each look needs the end of a
+/// retention, or somebody who forgets the key, in the same millisecond.
+const LARGE_LOOKS: u32 = 3;
+
+/// What a claim makes of a large answer, which was read behind the script: whoever stood there may have
+/// gone in between. `None` if so: it is worth claiming again.
+fn judge_again(found: Option<Bytes>, claim: &Claim) -> Option<ClaimOutcome<Grant>> {
+    let current = Current::from_stored(found);
+    let settled = match &current {
+        Current::Absent => false,
+        Current::Unreadable(_) => true,
+        Current::Present(record) => matches!(record.state, State::Completed { .. }),
+    };
+    // Time does not matter to what is completed.
+    settled.then(|| record::claim(current, Millis(0), claim).outcome)
 }
 
 #[cfg(test)]

@@ -3,13 +3,14 @@
 //! This is the only place that knows reply codes. The headers of the Lua files name the same ones,
 //! and a test compares the two.
 
-use std::sync::LazyLock;
 use std::time::Duration;
 
-use ::redis::aio::MultiplexedConnection;
-use ::redis::{Cmd, RedisError, RedisResult, Value};
+use ::redis::{RedisError, RedisResult, Value};
 use bytes::Bytes;
 
+use super::call::{
+    CLAIM, COMPLETE, COMPLETE_LARGE, Call, MAX_EXPIRY, READY, RELEASE, RENEW, RESOLVE,
+};
 use crate::record::{
     Claim, ClaimOutcome, CompleteOutcome, Completion, Effects, Finding, Grant, Millis, OnExpired,
     Owner, Release, ReleaseOutcome, RenewOutcome, Renewal, Resolution, ResolveOutcome, Terms,
@@ -17,38 +18,10 @@ use crate::record::{
 };
 use crate::token::{Attempt, Fence, HolderId};
 
-/// A Lua script and the name that Redis caches it under.
-#[derive(Debug)]
-pub(super) struct Script {
-    text: &'static str,
-    sha: LazyLock<String>,
-}
-
-macro_rules! scripts {
-    ($($name:ident $file:literal),+ $(,)?) => {$(
-        static $name: Script = {
-            const TEXT: &str = include_str!(concat!("../../../lua/", $file));
-            Script {
-                text: TEXT,
-                sha: LazyLock::new(|| ::redis::Script::new(TEXT).get_hash().to_owned()),
-            }
-        };
-    )+};
-}
-
-scripts! {
-    CLAIM "claim.lua",
-    RENEW "renew.lua",
-    COMPLETE "complete.lua",
-    RELEASE "release.lua",
-    RESOLVE "resolve.lua",
-    READY "ready.lua",
-}
-
 macro_rules! codes {
     ($($name:ident { $($code:ident = $number:literal),+ $(,)? })+) => {$(
         #[derive(Clone, Copy, Debug)]
-        enum $name { $($code),+ }
+        enum $name { $($code = $number),+ }
 
         impl $name {
             fn of(number: i64) -> Result<Self, BadReply> {
@@ -65,11 +38,16 @@ macro_rules! codes {
 codes! {
     ClaimCode {
         Acquired = 1, InFlight = 2, Completed = 3, Mismatch = 4, Indeterminate = 5, Unreadable = 6,
+        Large = 7,
     }
     RenewCode { Renewed = 1, Restored = 2, Lost = 3, Unreadable = 4 }
     CompleteCode {
         Stored = 1, Healed = 2, Restored = 3, Superseded = 4, Mismatch = 5, Lost = 6,
         Unreadable = 7,
+    }
+    CompleteLargeCode {
+        Stored = 1, Healed = 2, Restored = 3, Superseded = 4, Mismatch = 5, Lost = 6,
+        Unreadable = 7, NothingBeside = 8,
     }
     ReleaseCode { Released = 1, NotHeld = 2, Unreadable = 3 }
     ResolveCode { Resolved = 1, Changed = 2, Unreadable = 3 }
@@ -80,162 +58,6 @@ codes! {
 #[derive(Clone, Copy, Debug, Eq, PartialEq, thiserror::Error)]
 #[error("the script's reply is none that this release knows")]
 pub(super) struct BadReply;
-
-/// How many replicas have to have a write before it is believed, and how long it waits for them.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(super) struct Wait {
-    pub(super) replicas: u32,
-    /// At least a millisecond: zero would be for ever.
-    pub(super) milliseconds: u64,
-}
-
-/// A write may not survive a failover.
-#[derive(Clone, Copy, Debug, Eq, PartialEq, thiserror::Error)]
-#[error("{confirmed} of the {needed} replicas it takes confirmed the write in time")]
-pub(super) struct TooFewReplicas {
-    pub(super) confirmed: u32,
-    pub(super) needed: u32,
-}
-
-/// What came back of a call that the server answered.
-#[derive(Debug)]
-pub(super) struct Answer {
-    pub(super) value: Value,
-    /// How many replicas had the write when the wait was over. `None` if nobody asked.
-    pub(super) replicas: Option<u32>,
-}
-
-/// One run of a script: everything that has to be sent, ready to be sent more than once.
-pub(super) struct Call {
-    script: &'static Script,
-    arguments: Cmd,
-    key: String,
-    wait: Option<Wait>,
-    in_full: bool,
-}
-
-impl Call {
-    fn new(script: &'static Script, key: &str) -> Self {
-        let mut arguments = Cmd::new();
-        arguments.arg("EVALSHA").arg(script.sha.as_str()).arg(1).arg(key);
-        Self { script, arguments, key: key.to_owned(), wait: None, in_full: false }
-    }
-
-    /// Asks how many replicas have what the script wrote.
-    pub(super) fn waiting(mut self, wait: Option<Wait>) -> Self {
-        self.wait = wait;
-        self
-    }
-
-    /// Sends the text at once, as after every restart of the server.
-    pub(super) fn in_full(mut self) -> Self {
-        self.in_full = true;
-        self
-    }
-
-    pub(super) fn waits(&self) -> bool {
-        self.wait.is_some()
-    }
-
-    /// How far the replicas fell short of what was asked for.
-    pub(super) fn shortfall(&self, answer: &Answer) -> Option<TooFewReplicas> {
-        let needed = self.wait?.replicas;
-        let confirmed = answer.replicas.unwrap_or(0);
-        (confirmed < needed).then_some(TooFewReplicas { confirmed, needed })
-    }
-
-    /// The one key that the script touches.
-    pub(super) fn key(&self) -> &str {
-        &self.key
-    }
-
-    fn arg(mut self, bytes: &[u8]) -> Self {
-        self.arguments.arg(bytes);
-        self
-    }
-
-    fn number(mut self, number: u64) -> Self {
-        self.arguments.arg(number);
-        self
-    }
-
-    fn lasting(self, milliseconds: u64) -> Self {
-        // SET refuses an expiry of zero and one that overflows; ten thousand years are for ever.
-        self.number(milliseconds.clamp(1, MAX_EXPIRY))
-    }
-
-    /// Runs the script. By its hash first; a server that does not know the hash gets the text, on
-    /// the same connection and to the same key. `SCRIPT LOAD` would go to every node of a cluster.
-    ///
-    /// `asking` is for a node that takes a slot over and has been named by the one that gives it.
-    pub(super) async fn send(
-        &self,
-        connection: &mut MultiplexedConnection,
-        asking: bool,
-    ) -> RedisResult<Answer> {
-        if self.in_full {
-            return self.send_once(&self.with_text(), connection, asking).await;
-        }
-        match self.send_once(&self.arguments, connection, asking).await {
-            Err(error) if error.code() == Some("NOSCRIPT") => {
-                self.send_once(&self.with_text(), connection, asking).await
-            }
-            reply => reply,
-        }
-    }
-
-    async fn send_once(
-        &self,
-        script: &Cmd,
-        connection: &mut MultiplexedConnection,
-        asking: bool,
-    ) -> RedisResult<Answer> {
-        if self.wait.is_none() && !asking {
-            let value = script.query_async(connection).await?;
-            return Ok(Answer { value, replicas: None });
-        }
-        // One pipeline is one write on one connection. WAIT counts what its own connection wrote: on
-        // another one it would be content at once.
-        let mut pipeline = ::redis::pipe();
-        if asking {
-            pipeline.cmd("ASKING");
-        }
-        pipeline.add_command(script.clone());
-        if let Some(wait) = self.wait {
-            pipeline.cmd("WAIT").arg(wait.replicas).arg(wait.milliseconds);
-        }
-        let replies = pipeline.len();
-        let mut replies = connection.send_packed_commands(&pipeline, 0, replies).await?.into_iter();
-        if asking {
-            replies.next();
-        }
-        let value = match replies.next() {
-            Some(Value::ServerError(error)) => return Err(error.into()),
-            Some(value) => value,
-            None => Value::Nil,
-        };
-        let replicas = self.wait.map(|_| match replies.next() {
-            Some(Value::Int(replicas)) => u32::try_from(replicas).unwrap_or(u32::MAX),
-            // An error, from a user without the right to WAIT or a server without the command.
-            _ => 0,
-        });
-        Ok(Answer { value, replicas })
-    }
-
-    fn with_text(&self) -> Cmd {
-        let mut cmd = Cmd::new();
-        cmd.arg("EVAL").arg(self.script.text);
-        for argument in self.arguments.args_iter().skip(2) {
-            // The other kind stands for the cursor of a scan, and no script call has one.
-            if let ::redis::Arg::Simple(bytes) = argument {
-                cmd.arg(bytes);
-            }
-        }
-        cmd
-    }
-}
-
-const MAX_EXPIRY: u64 = 1 << 48;
 
 /// True if the key holds something else than a string. It is foreign, so the record cannot be read;
 /// a script finds out before it writes anything.
@@ -280,6 +102,14 @@ impl Reply {
     fn bytes(&mut self) -> Result<Bytes, BadReply> {
         match self.values.next() {
             Some(Value::BulkString(bytes)) => Ok(bytes.into()),
+            _ => Err(BadReply),
+        }
+    }
+
+    fn bytes_or_nil(&mut self) -> Result<Option<Bytes>, BadReply> {
+        match self.values.next() {
+            Some(Value::Nil) => Ok(None),
+            Some(Value::BulkString(bytes)) => Ok(Some(bytes.into())),
             _ => Err(BadReply),
         }
     }
@@ -354,8 +184,22 @@ pub(super) fn claim(key: &str, claim: &Claim) -> Call {
         .number(effects)
 }
 
-pub(super) fn claimed(reply: &mut Reply) -> Result<ClaimOutcome<Grant>, BadReply> {
-    Ok(match ClaimCode::of(reply.code)? {
+/// What a claim found.
+#[derive(Debug, PartialEq)]
+pub(super) enum Claimed {
+    Outcome(ClaimOutcome<Grant>),
+    /// An answer that was too large to go through the script: the record as it was read behind it, if
+    /// it was still there.
+    Large(Option<Bytes>),
+}
+
+/// True of a claim that left a large answer where it is.
+pub(super) fn is_large(reply: &[Value]) -> bool {
+    reply == [Value::Int(ClaimCode::Large as i64)]
+}
+
+pub(super) fn claimed(reply: &mut Reply) -> Result<Claimed, BadReply> {
+    Ok(Claimed::Outcome(match ClaimCode::of(reply.code)? {
         ClaimCode::Acquired => ClaimOutcome::Acquired(Grant {
             attempt: reply.attempt()?,
             fence: reply.fence()?,
@@ -375,7 +219,8 @@ pub(super) fn claimed(reply: &mut Reply) -> Result<ClaimOutcome<Grant>, BadReply
             checkpoint: reply.bytes()?,
         }),
         ClaimCode::Unreadable => ClaimOutcome::Unreadable,
-    })
+        ClaimCode::Large => return Ok(Claimed::Large(reply.bytes_or_nil()?)),
+    }))
 }
 
 pub(super) fn renew(key: &str, by: &Owner, renewal: &Renewal) -> Call {
@@ -400,12 +245,26 @@ pub(super) fn renewed(reply: &mut Reply) -> Result<RenewOutcome, BadReply> {
     })
 }
 
+/// Responses from here on are written beside the record. Below, the second command costs more than the
+/// copies that it saves.
+pub(super) const LARGE: usize = 4_096;
+
 pub(super) fn complete(key: &str, by: &Owner, completion: &Completion) -> Call {
-    Call::new(&COMPLETE, key)
+    let response = &completion.response;
+    let call = Call::new(&COMPLETE, key)
         .arg(&fingerprints(&by.fingerprints))
         .arg(&owner(by))
-        .lasting(millis(completion.terms.retention))
-        .arg(&completion.response)
+        .lasting(millis(completion.terms.retention));
+    if response.len() < LARGE {
+        return call.arg(response);
+    }
+    call.beside(&COMPLETE_LARGE, &by.holder.to_text(), response.clone())
+}
+
+/// True if the response that a script was to fetch was not there.
+pub(super) fn found_nothing_beside(reply: &Value) -> bool {
+    let nothing = [Value::Int(CompleteLargeCode::NothingBeside as i64)];
+    matches!(reply, Value::Array(values) if *values == nothing)
 }
 
 pub(super) fn completed(reply: &mut Reply) -> Result<CompleteOutcome, BadReply> {
@@ -418,6 +277,17 @@ pub(super) fn completed(reply: &mut Reply) -> Result<CompleteOutcome, BadReply> 
         CompleteCode::Lost => CompleteOutcome::Lost,
         CompleteCode::Unreadable => CompleteOutcome::Unreadable,
     })
+}
+
+/// The same of a response that was put beside, or went through the other script after all: what both answer
+/// has the same codes.
+pub(super) fn completed_large(reply: &mut Reply) -> Result<CompleteOutcome, BadReply> {
+    use CompleteLargeCode as Code;
+    match CompleteLargeCode::of(reply.code)? {
+        Code::Stored | Code::Healed | Code::Restored | Code::Superseded => completed(reply),
+        Code::Mismatch | Code::Lost | Code::Unreadable => completed(reply),
+        Code::NothingBeside => Err(BadReply),
+    }
 }
 
 pub(super) fn release(key: &str, by: &Owner, release: &Release) -> Call {
@@ -493,15 +363,6 @@ mod tests {
         assert_eq!(claim(vec![Value::Int(7)]), Err(BadReply));
         assert_eq!(claim(vec![Value::Int(2)]), Err(BadReply));
         assert_eq!(claim(vec![Value::Int(5), Value::BulkString(vec![0; 15])]), Err(BadReply));
-    }
-
-    #[test]
-    fn the_text_is_sent_with_the_same_key_and_arguments() {
-        let call = Call::new(&RELEASE, "idem:{k}").arg(&[0, 255]).lasting(0).number(2);
-        let mut expected = Cmd::new();
-        expected.arg("EVAL").arg(RELEASE.text).arg(1).arg("idem:{k}").arg(&[0_u8, 255]);
-        expected.arg(1).arg(2);
-        assert_eq!(call.with_text().get_packed_command(), expected.get_packed_command());
     }
 
     #[test]

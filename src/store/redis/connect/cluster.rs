@@ -14,7 +14,7 @@ use tokio::time::{Instant, sleep, timeout};
 
 use super::address::{moved, place_of};
 use super::{Dialer, Failure, Message, Node, TooLong, Urgency};
-use crate::store::redis::script::{Answer, Call};
+use crate::store::redis::call::{Answer, Call};
 
 const SLOTS: usize = 16_384;
 

@@ -12,7 +12,7 @@ use tokio::time::timeout;
 
 use super::shared::Shared;
 use super::{Dialer, Failure, Message, TooLong, Urgency};
-use crate::store::redis::script::Answer;
+use crate::store::redis::call::Answer;
 
 /// The most connections, and so the most calls that wait at once. With replicas a millisecond away
 /// that is 32,000 calls a second; they are made when they are needed.

@@ -25,7 +25,7 @@ pub(super) use dial::Dialer;
 pub(super) use node::Node;
 pub(super) use pool::Pooled;
 
-use super::script::{Answer, Call};
+use super::call::{Answer, Call};
 use crate::error::StoreErrorKind;
 
 pub(super) type Cause = Box<dyn std::error::Error + Send + Sync>;

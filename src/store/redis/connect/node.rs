@@ -8,7 +8,7 @@ use ::redis::RedisResult;
 use super::lanes::Lanes;
 use super::shared::Shared;
 use super::{Dialer, Failure, Message, Urgency};
-use crate::store::redis::script::Answer;
+use crate::store::redis::call::Answer;
 
 pub(in crate::store::redis) struct Node {
     shared: Shared,

@@ -10,7 +10,7 @@ use tokio::sync::Semaphore;
 use tokio::time::timeout;
 
 use super::{Failure, Message, TooLong, Urgency, is_readonly};
-use crate::store::redis::script::Answer;
+use crate::store::redis::call::Answer;
 
 /// The pool, and a cap on the claims in it.
 pub(in crate::store::redis) struct Pooled {

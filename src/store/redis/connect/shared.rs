@@ -16,7 +16,7 @@ use tokio::sync::watch;
 use tokio::time::{Instant, timeout, timeout_at};
 
 use super::{Dialer, Failure, Message, TooLong, is_readonly};
-use crate::store::redis::script::Answer;
+use crate::store::redis::call::Answer;
 
 /// How many calls in a row may go unanswered before the connection counts as silent. One is an
 /// accident and two are bad luck; and a needless replacement costs only a handshake.
