@@ -1,5 +1,6 @@
 //! The numbers that tell one attempt from another: holder id, attempt, fence.
 
+use std::cell::RefCell;
 use std::fmt;
 
 /// 128 random bits that name one server-side attempt to own a key.
@@ -13,16 +14,20 @@ impl HolderId {
     /// No holder: what a record names once its outcome was settled from outside.
     pub const NOBODY: Self = Self([0; 16]);
 
-    /// Draws a new id from the operating system.
+    /// Draws a new id: 16 bytes of the operating system's randomness, which is asked for many at a time.
     ///
     /// # Panics
     /// If the operating system has no randomness to give, in which case no claim could be told
     /// from another and nothing may run.
     #[must_use]
     pub fn random() -> Self {
-        let mut bytes = [0; 16];
-        getrandom::fill(&mut bytes).expect("the operating system gives random bytes");
-        Self(bytes)
+        // A thread that is going down has no supply any more.
+        let drawn = SUPPLY.try_with(|supply| supply.borrow_mut().draw());
+        Self(drawn.unwrap_or_else(|_| {
+            let mut bytes = [0; 16];
+            getrandom::fill(&mut bytes).expect(NO_RANDOMNESS);
+            bytes
+        }))
     }
 
     /// An id from given bytes: for tests, and for stores that read a record back.
@@ -42,6 +47,43 @@ impl HolderId {
     pub(crate) fn to_text(self) -> String {
         use base64::Engine as _;
         base64::engine::general_purpose::URL_SAFE_NO_PAD.encode(self.0)
+    }
+}
+
+const NO_RANDOMNESS: &str = "the operating system gives random bytes";
+
+thread_local! {
+    static SUPPLY: RefCell<Supply> = const { RefCell::new(Supply::empty()) };
+}
+
+/// Random bytes that were not drawn yet.
+struct Supply {
+    bytes: [u8; Self::SIZE],
+    drawn: usize,
+    /// Whose they are: a process that is forked off must not draw the same ones.
+    process: u32,
+}
+
+impl Supply {
+    /// So many that asking for them costs next to nothing per id, and so few that they fit anywhere.
+    const SIZE: usize = 16 * 64;
+
+    const fn empty() -> Self {
+        Self { bytes: [0; Self::SIZE], drawn: Self::SIZE, process: 0 }
+    }
+
+    fn draw(&mut self) -> [u8; 16] {
+        let process = std::process::id();
+        if self.drawn == Self::SIZE || self.process != process {
+            getrandom::fill(&mut self.bytes).expect(NO_RANDOMNESS);
+            (self.drawn, self.process) = (0, process);
+        }
+        let id = &mut self.bytes[self.drawn..self.drawn + 16];
+        self.drawn += 16;
+        let mut drawn = [0; 16];
+        // None is left behind for anybody to find.
+        drawn.swap_with_slice(id);
+        drawn
     }
 }
 

@@ -170,6 +170,7 @@ const SQLITE: &str = "
         description TEXT
     );
     CREATE INDEX IF NOT EXISTS ledger_by_payment ON ledger (payment, action);
+    CREATE UNIQUE INDEX IF NOT EXISTS ledger_charge ON ledger (payment) WHERE action = 'charge';
     CREATE INDEX IF NOT EXISTS ledger_by_account ON ledger (account, action, seq);
     CREATE INDEX IF NOT EXISTS ledger_by_refund ON ledger (refund) WHERE refund IS NOT NULL;
     CREATE INDEX IF NOT EXISTS ledger_by_provider_key ON ledger (provider_key);
@@ -201,6 +202,7 @@ const POSTGRES: &str = "
         description TEXT
     );
     CREATE INDEX IF NOT EXISTS ledger_by_payment ON ledger (payment, action);
+    CREATE UNIQUE INDEX IF NOT EXISTS ledger_charge ON ledger (payment) WHERE action = 'charge';
     CREATE INDEX IF NOT EXISTS ledger_by_account ON ledger (account, action, seq);
     CREATE INDEX IF NOT EXISTS ledger_by_provider_key ON ledger (provider_key);
     CREATE OR REPLACE VIEW payments AS

@@ -2,25 +2,21 @@
 
 use std::time::Duration;
 
-use ::redis::aio::MultiplexedConnection;
 use ::redis::io::tcp::TcpSettings;
 use ::redis::{AsyncConnectionConfig, Client, ConnectionInfo, RedisResult};
 
 use super::sentinel::Sentinels;
+use super::stream::{self, KEEPALIVE_IDLE, Opened};
 
-/// How long sent bytes may stay unacknowledged before the kernel gives the connection up. Far beyond
-/// what a call waits, since the watchdog is faster; it ends connections to hosts that vanished.
-#[cfg(target_os = "linux")]
-const TCP_USER_TIMEOUT: Duration = Duration::from_secs(10);
-
-/// How long a connection is idle before the kernel asks if the other side is there. Below the
-/// minutes after which common firewalls forget an idle connection.
-const KEEPALIVE_IDLE: Duration = Duration::from_secs(30);
+/// How many calls may be on their way to the connection's task before the next one waits: the requests that
+/// a busy process has in the air.
+const CALLS_QUEUED: usize = 1_024;
 
 /// Makes connections.
 pub(in crate::store::redis) struct Dialer {
     to: To,
     config: AsyncConnectionConfig,
+    connect_timeout: Duration,
 }
 
 enum To {
@@ -35,7 +31,7 @@ impl Dialer {
         connect_timeout: Duration,
     ) -> RedisResult<Self> {
         let to = To::One(Client::open(tuned(info))?);
-        Ok(Self { to, config: config(connect_timeout) })
+        Ok(Self { to, config: config(connect_timeout), connect_timeout })
     }
 
     /// A dialer for whatever is the primary at that moment.
@@ -49,7 +45,7 @@ impl Dialer {
         // Two steps, one after the other, beside that of connecting itself.
         let step = connect_timeout / 2;
         let to = To::Primary(Sentinels::new(sentinels, name, tuned(primary), step)?);
-        Ok(Self { to, config: config(connect_timeout) })
+        Ok(Self { to, config: config(connect_timeout), connect_timeout })
     }
 
     /// True if a new connection may lead to another server.
@@ -57,12 +53,10 @@ impl Dialer {
         matches!(self.to, To::Primary(_))
     }
 
-    pub(super) async fn dial(&self) -> RedisResult<MultiplexedConnection> {
+    pub(super) async fn dial(&self) -> RedisResult<Opened> {
         match &self.to {
-            To::One(client) => {
-                client.get_multiplexed_async_connection_with_config(&self.config).await
-            }
-            To::Primary(sentinels) => sentinels.dial(&self.config).await,
+            To::One(client) => stream::open(client, &self.config, self.connect_timeout).await,
+            To::Primary(sentinels) => sentinels.dial(&self.config, self.connect_timeout).await,
         }
     }
 }
@@ -73,6 +67,7 @@ fn config(connect_timeout: Duration) -> AsyncConnectionConfig {
     AsyncConnectionConfig::new()
         .set_connection_timeout(Some(connect_timeout))
         .set_response_timeout(None)
+        .set_pipeline_buffer_size(CALLS_QUEUED)
 }
 
 fn tuned(info: ConnectionInfo) -> ConnectionInfo {
@@ -81,12 +76,10 @@ fn tuned(info: ConnectionInfo) -> ConnectionInfo {
 }
 
 fn tcp_settings(settings: TcpSettings) -> TcpSettings {
-    // Without NODELAY a small command waits for the acknowledgement of the one before, which on a
-    // real network is a round trip. (On loopback it costs a little, since fewer commands share a
-    // packet.)
+    // For what the library connects by itself; see `stream` for the reasons.
     let keepalive = ::redis::io::tcp::socket2::TcpKeepalive::new().with_time(KEEPALIVE_IDLE);
     let settings = settings.set_nodelay(true).set_keepalive(keepalive);
     #[cfg(target_os = "linux")]
-    let settings = settings.set_user_timeout(TCP_USER_TIMEOUT);
+    let settings = settings.set_user_timeout(stream::TCP_USER_TIMEOUT);
     settings
 }

@@ -12,6 +12,7 @@ mod node;
 mod pool;
 mod sentinel;
 mod shared;
+mod stream;
 
 use std::fmt;
 use std::time::Duration;

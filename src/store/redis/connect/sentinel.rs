@@ -6,7 +6,6 @@
 
 use std::time::Duration;
 
-use ::redis::aio::MultiplexedConnection;
 use ::redis::{
     AsyncConnectionConfig, Client, Cmd, ConnectionInfo, ErrorKind, RedisError, RedisResult, Value,
 };
@@ -15,6 +14,7 @@ use futures_util::stream::FuturesUnordered;
 use tokio::time::timeout;
 
 use super::address;
+use super::stream::{self, Opened};
 
 type Place = (String, u16);
 
@@ -40,11 +40,12 @@ impl Sentinels {
     pub(super) async fn dial(
         &self,
         config: &AsyncConnectionConfig,
-    ) -> RedisResult<MultiplexedConnection> {
+        within: Duration,
+    ) -> RedisResult<Opened> {
         let (places, mut failure) = self.places(config).await;
         for (host, port) in places {
-            match self.dial_primary(&host, port, config).await {
-                Ok(connection) => return Ok(connection),
+            match self.dial_primary(&host, port, config, within).await {
+                Ok(opened) => return Ok(opened),
                 Err(error) => failure = error,
             }
         }
@@ -98,20 +99,21 @@ impl Sentinels {
         host: &str,
         port: u16,
         config: &AsyncConnectionConfig,
-    ) -> RedisResult<MultiplexedConnection> {
+        within: Duration,
+    ) -> RedisResult<Opened> {
         let client = Client::open(address::moved(&self.primary, host, port))?;
-        let mut connection = client.get_multiplexed_async_connection_with_config(config).await?;
+        let mut opened = stream::open(&client, config, within).await?;
         let mut question = Cmd::new();
         question.arg("ROLE");
-        let role = timeout(self.step, question.query_async::<Value>(&mut connection)).await;
+        let role = timeout(self.step, question.query_async::<Value>(&mut opened.connection)).await;
         match role.unwrap_or_else(|_| Err(too_slow("the primary"))) {
-            Ok(role) if is_primary(&role) => Ok(connection),
+            Ok(role) if is_primary(&role) => Ok(opened),
             Ok(_) => {
                 Err((ErrorKind::Client, "the Sentinels still name a server that is a replica")
                     .into())
             }
             // A user without the right to ask. A replica will refuse the first write.
-            Err(error) if error.code() == Some("NOPERM") => Ok(connection),
+            Err(error) if error.code() == Some("NOPERM") => Ok(opened),
             Err(error) => Err(error),
         }
     }

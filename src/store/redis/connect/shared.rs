@@ -14,7 +14,9 @@ use ::redis::aio::MultiplexedConnection;
 use ::redis::{RedisError, RedisResult};
 use tokio::sync::watch;
 use tokio::time::{Instant, timeout, timeout_at};
+use tokio_util::task::AbortOnDropHandle;
 
+use super::stream::Opened;
 use super::{Dialer, Failure, Message, TooLong, is_readonly};
 use crate::store::redis::call::Answer;
 
@@ -53,12 +55,15 @@ struct State {
 /// A connection and how long it has been silent.
 struct Line {
     connection: MultiplexedConnection,
+    /// Ends with the last call on the line.
+    _driver: Option<AbortOnDropHandle<()>>,
     unanswered: AtomicU32,
 }
 
 impl Line {
-    fn new(connection: MultiplexedConnection) -> Arc<Self> {
-        Arc::new(Self { connection, unanswered: AtomicU32::new(0) })
+    fn new(opened: Opened) -> Arc<Self> {
+        let Opened { connection, driver } = opened;
+        Arc::new(Self { connection, _driver: driver, unanswered: AtomicU32::new(0) })
     }
 }
 
@@ -101,8 +106,8 @@ impl Shared {
 
     /// Connects now.
     pub(super) async fn begin(&self) -> RedisResult<()> {
-        let connection = self.0.dialer.dial().await?;
-        self.lock().line = Some(Line::new(connection));
+        let opened = self.0.dialer.dial().await?;
+        self.lock().line = Some(Line::new(opened));
         Ok(())
     }
 
@@ -218,8 +223,8 @@ impl Shared {
             let made = this.0.dialer.dial().await;
             let mut state = this.lock();
             match made {
-                Ok(connection) => {
-                    state.line = Some(Line::new(connection));
+                Ok(opened) => {
+                    state.line = Some(Line::new(opened));
                     state.failed = 0;
                     state.last_failure = None;
                 }
