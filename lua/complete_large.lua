@@ -4,11 +4,11 @@
      The response never passes through Lua, which would copy it twice: its key is renamed.
      It may exceed maxmemory: the effect has happened, and losing its answer helps nobody.
 
-  KEYS[1]  record        (string; the layout stands in src/record/codec.rs)
-  KEYS[2]  beside        (string: 84 bytes that are overwritten here, then the response)
-  ARGV[1]  fingerprints  (1 to 4 times 36 bytes: recipe id and digest, the current one first)
-  ARGV[2]  owner         (32 bytes: holder 16, attempt 4, fence 6, created 6, as in the record)
-  ARGV[3]  retention     (milliseconds)
+  KEYS[1]  record     (string; the layout stands in src/record/codec.rs)
+  KEYS[2]  beside     (string: 84 bytes that are overwritten here, then the response)
+  ARGV[1]  owner      (68 bytes: recipe id and digest 36, holder 16, attempt 4, fence 6, created 6, as in the record)
+  ARGV[2]  retention  (milliseconds)
+  ARGV[3]  accepted   (up to 3 times 36 bytes: recipe id and digest by older recipes)
   Returns  1 stored
          | 2 healed
          | 3 restored
@@ -20,16 +20,17 @@
 ]]
 local time = redis.call('TIME')
 local key, beside = KEYS[1], KEYS[2]
-local prints, owner, retention = ARGV[1], ARGV[2], ARGV[3]
+local owner, retention = ARGV[1], ARGV[2]
 
 local sub = string.sub
-local now = time[1] * 1000 + math.floor(time[2] / 1000)
+local micros = time[2] + 0
+local now = time[1] * 1000 + (micros - micros % 1000) / 1000
 local size = redis.call('STRLEN', beside)
 if size < 85 then return {8} end
 -- A checkpoint is for a later attempt, and there will be none: its length is 0 from here on.
 local ended = struct.pack('>I6I4I4', now, size - 84, 0)
 
-local record = redis.call('GETRANGE', key, 0, 83)
+local record = redis.call('GETRANGE', key, '0', '83')
 local length = redis.call('STRLEN', key)
 -- A string with nothing in it is no record, but it is there.
 local absent = record == '' and redis.call('EXISTS', key) == 0
@@ -47,9 +48,10 @@ if not absent then
     return {7}
   end
 
-  local mine = sub(record, 39, 54) == sub(owner, 1, 16)
+  local mine = sub(record, 39, 54) == sub(owner, 37, 52)
   if state == 4 then
     local first, same, recipe = 84 + noted, false, sub(record, 3, 6)
+    local prints = sub(owner, 1, 36) .. ARGV[3]
     for i = 1, #prints, 36 do
       if sub(prints, i, i + 3) == recipe then
         same = sub(prints, i + 4, i + 35) == sub(record, 7, 38)
@@ -57,11 +59,11 @@ if not absent then
       end
     end
     local stored = (mine or same) and redis.call('GETRANGE', key, first, -1)
-    local again = mine and stored == redis.call('GETRANGE', beside, 84, -1)
+    local again = mine and stored == redis.call('GETRANGE', beside, '84', '-1')
     redis.call('UNLINK', beside)
     if again then
       -- Written again: a WAIT that follows waits for writes of its own connection only.
-      redis.call('SETRANGE', key, 0, '\1')
+      redis.call('SETRANGE', key, '0', '\1')
       return {1}
     end
     if mine then return {6} end
@@ -78,9 +80,9 @@ redis.call('RENAME', beside, key)
 -- The key brought its own short expiry along.
 redis.call('PEXPIRE', key, retention)
 if absent then
-  redis.call('SETRANGE', key, 0, '\1\4' .. sub(prints, 1, 36) .. owner .. ended)
+  redis.call('SETRANGE', key, '0', '\1\4' .. owner .. ended)
   return {3}
 end
-redis.call('SETRANGE', key, 0, '\1\4' .. sub(record, 3, 70) .. ended)
+redis.call('SETRANGE', key, '0', '\1\4' .. sub(record, 3, 70) .. ended)
 if state == 3 then return {2} end
 return {1}

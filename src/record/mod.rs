@@ -300,15 +300,10 @@ impl Effects {
 }
 
 fn grant_first(now: Millis, claim: &Claim) -> Step<ClaimOutcome<Grant>> {
-    let record = Record {
-        fingerprint: claim.fingerprints.current(),
-        holder: claim.holder,
-        attempt: Attempt::FIRST,
-        fence: Fence::from_number(now.0.min(Fence::MAX.number())),
-        created: now,
-        checkpoint: Bytes::new(),
-        state: claim.terms.in_flight(now, claim.effects.at_start()),
-    };
+    let Grant { attempt, fence, created, checkpoint, .. } = Grant::first(now);
+    let state = claim.terms.in_flight(now, claim.effects.at_start());
+    let (fingerprint, holder) = (claim.fingerprints.current(), claim.holder);
+    let record = Record { fingerprint, holder, attempt, fence, created, checkpoint, state };
     grant(record, now, claim, false)
 }
 

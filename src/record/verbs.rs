@@ -57,6 +57,20 @@ pub struct Grant {
     pub checkpoint: Bytes,
 }
 
+impl Grant {
+    /// What the first claim of a key is granted at this moment.
+    #[must_use]
+    pub fn first(now: Millis) -> Self {
+        Self {
+            attempt: Attempt::FIRST,
+            fence: Fence::from_number(now.0.min(Fence::MAX.number())),
+            created: now,
+            takeover: false,
+            checkpoint: Bytes::new(),
+        }
+    }
+}
+
 /// What came of a claim; `G` is what a granted one gives.
 #[derive(Clone, Debug, Eq, PartialEq)]
 #[expect(clippy::exhaustive_enums, reason = "a new outcome must break every match")]

@@ -11,6 +11,7 @@ use bytes::Bytes;
 use super::call::{
     CLAIM, COMPLETE, COMPLETE_LARGE, Call, MAX_EXPIRY, READY, RELEASE, RENEW, RESOLVE,
 };
+use crate::fingerprint::{Fingerprint, Fingerprints};
 use crate::record::{
     Claim, ClaimOutcome, CompleteOutcome, Completion, Effects, Finding, Grant, Millis, OnExpired,
     Owner, Release, ReleaseOutcome, RenewOutcome, Renewal, Resolution, ResolveOutcome, Terms,
@@ -38,7 +39,7 @@ macro_rules! codes {
 codes! {
     ClaimCode {
         Acquired = 1, InFlight = 2, Completed = 3, Mismatch = 4, Indeterminate = 5, Unreadable = 6,
-        Large = 7,
+        Large = 7, First = 8,
     }
     RenewCode { Renewed = 1, Restored = 2, Lost = 3, Unreadable = 4 }
     CompleteCode {
@@ -138,18 +139,28 @@ fn lease(terms: &Terms) -> u64 {
     millis(terms.lease).min(MAX_EXPIRY)
 }
 
-fn fingerprints(owner: &crate::fingerprint::Fingerprints) -> Vec<u8> {
-    let all = owner.as_slice();
-    let mut bytes = Vec::with_capacity(all.len() * FINGERPRINT_LENGTH);
-    for fingerprint in all {
-        bytes.extend_from_slice(fingerprint.recipe().as_bytes());
-        bytes.extend_from_slice(fingerprint.digest());
-    }
+/// Recipe id and digest, as in the record.
+fn print(fingerprint: Fingerprint) -> [u8; PRINT_LENGTH] {
+    let mut bytes = [0; PRINT_LENGTH];
+    bytes[..4].copy_from_slice(fingerprint.recipe().as_bytes());
+    bytes[4..].copy_from_slice(fingerprint.digest());
     bytes
 }
 
-/// Recipe id and digest.
-const FINGERPRINT_LENGTH: usize = 36;
+const PRINT_LENGTH: usize = 36;
+
+/// The fingerprints by older recipes that are accepted beside the current one.
+fn accepted(fingerprints: &Fingerprints) -> Vec<u8> {
+    fingerprints.as_slice()[1..].iter().flat_map(|&older| print(older)).collect()
+}
+
+/// Fingerprint, holder, attempt, fence and time of creation, as in the record.
+fn owner_with_print(by: &Owner) -> [u8; PRINT_LENGTH + 32] {
+    let mut bytes = [0; PRINT_LENGTH + 32];
+    bytes[..PRINT_LENGTH].copy_from_slice(&print(by.fingerprints.current()));
+    bytes[PRINT_LENGTH..].copy_from_slice(&owner(by));
+    bytes
+}
 
 /// Holder, attempt, fence and time of creation, in the layout of the record.
 fn owner(owner: &Owner) -> [u8; 32] {
@@ -167,21 +178,24 @@ fn six_bytes(number: u64) -> [u8; 6] {
 }
 
 pub(super) fn claim(key: &str, claim: &Claim) -> Call {
-    let on_expired = match claim.on_expired {
-        OnExpired::Refuse => 1,
-        OnExpired::Reexecute => 2,
+    let mode = match (claim.effects, claim.on_expired) {
+        (Effects::Anywhere, OnExpired::Refuse) => 1,
+        (Effects::Anywhere, OnExpired::Reexecute) => 2,
+        (Effects::Marked, OnExpired::Refuse) => 3,
+        (Effects::Marked, OnExpired::Reexecute) => 4,
     };
-    let effects = match claim.effects {
-        Effects::Anywhere => 1,
-        Effects::Marked => 2,
-    };
-    Call::new(&CLAIM, key)
-        .arg(claim.holder.as_bytes())
-        .arg(&fingerprints(&claim.fingerprints))
+    let mut claimant = [0; PRINT_LENGTH + 16];
+    claimant[..PRINT_LENGTH].copy_from_slice(&print(claim.fingerprints.current()));
+    claimant[PRINT_LENGTH..].copy_from_slice(claim.holder.as_bytes());
+    let call = Call::new(&CLAIM, key)
+        .arg(&claimant)
         .number(lease(&claim.terms))
         .lasting(forget_in_flight(&claim.terms))
-        .number(on_expired)
-        .number(effects)
+        .number(mode);
+    match accepted(&claim.fingerprints) {
+        older if older.is_empty() => call,
+        older => call.arg(&older),
+    }
 }
 
 /// What a claim found.
@@ -207,6 +221,10 @@ pub(super) fn claimed(reply: &mut Reply) -> Result<Claimed, BadReply> {
             takeover: reply.number()? == 1,
             checkpoint: reply.bytes()?,
         }),
+        ClaimCode::First => {
+            let now = Millis(reply.number()?);
+            ClaimOutcome::Acquired(Grant::first(now))
+        }
         ClaimCode::InFlight => {
             ClaimOutcome::InFlight { remaining: Duration::from_millis(reply.number()?) }
         }
@@ -224,9 +242,8 @@ pub(super) fn claimed(reply: &mut Reply) -> Result<Claimed, BadReply> {
 }
 
 pub(super) fn renew(key: &str, by: &Owner, renewal: &Renewal) -> Call {
-    let fingerprint = fingerprints(&by.fingerprints);
     let call = Call::new(&RENEW, key)
-        .arg(&fingerprint[..FINGERPRINT_LENGTH])
+        .arg(&print(by.fingerprints.current()))
         .arg(&owner(by))
         .number(lease(&renewal.terms))
         .lasting(forget_in_flight(&renewal.terms));
@@ -252,9 +269,9 @@ pub(super) const LARGE: usize = 4_096;
 pub(super) fn complete(key: &str, by: &Owner, completion: &Completion) -> Call {
     let response = &completion.response;
     let call = Call::new(&COMPLETE, key)
-        .arg(&fingerprints(&by.fingerprints))
-        .arg(&owner(by))
-        .lasting(millis(completion.terms.retention));
+        .arg(&owner_with_print(by))
+        .lasting(millis(completion.terms.retention))
+        .arg(&accepted(&by.fingerprints));
     if response.len() < LARGE {
         return call.arg(response);
     }
