@@ -5,7 +5,8 @@
 //! identity the request is refused instead of falling into a bucket shared by everybody unknown.
 
 use std::fmt;
-use std::sync::Arc;
+use std::hash::{Hash, Hasher};
+use std::sync::{Arc, LazyLock};
 
 use base64::Engine as _;
 use base64::engine::general_purpose::URL_SAFE_NO_PAD;
@@ -60,8 +61,15 @@ impl Identity {
 }
 
 /// A caller as it is counted: 16 bytes of a SHA-256, no text of it.
-#[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) struct CallerId([u8; 16]);
+
+/// Eight bytes of what is a digest already say as much as all of them.
+impl Hash for CallerId {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        state.write(&self.0[..8]);
+    }
+}
 
 impl CallerId {
     /// The same caller, counted apart: what is only watched takes no place from what runs.
@@ -105,6 +113,9 @@ impl<A: Into<Box<str>>, B: Into<Box<str>>> From<(A, B)> for Identity {
         Self(vec![first.into(), second.into()])
     }
 }
+
+/// The one caller of a global scope.
+static EVERYBODY: LazyLock<CallerId> = LazyLock::new(|| Identity(Vec::new()).caller_id());
 
 type Extract = dyn Fn(&Parts) -> Option<Identity> + Send + Sync;
 
@@ -177,7 +188,10 @@ impl Scope {
             Some(extract) => extract(parts).filter(|identity| !identity.is_empty())?,
             None => Identity(Vec::new()),
         };
-        let caller = identity.caller_id();
+        let caller = match &self.extract {
+            Some(_) => identity.caller_id(),
+            None => *EVERYBODY,
+        };
         if self.endpoint == EndpointIdentity::Separate {
             identity.0.push(parts.method.as_str().into());
             identity.0.push(path.into());
@@ -202,8 +216,15 @@ impl fmt::Debug for Scope {
 
 /// Scope and key in the form a store sees: 24 bytes of a SHA-256, so a fixed length, no text of
 /// the caller, and spread evenly over the slots of a cluster.
-#[derive(Clone, Copy, Eq, Hash, Ord, PartialEq, PartialOrd)]
+#[derive(Clone, Copy, Eq, Ord, PartialEq, PartialOrd)]
 pub struct StorageKey([u8; 24]);
+
+/// Eight bytes of what is a digest already say as much as all of them.
+impl Hash for StorageKey {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        state.write(&self.0[..8]);
+    }
+}
 
 impl StorageKey {
     /// The storage key of `key` for this caller.
@@ -243,14 +264,31 @@ impl StorageKey {
         URL_SAFE_NO_PAD.encode(self.0)
     }
 
+    /// Writes that name behind what stands there.
+    #[cfg(feature = "redis")]
+    pub(crate) fn write_text(self, text: &mut String) {
+        URL_SAFE_NO_PAD.encode_string(self.0, text);
+    }
+
     /// Twelve hex digits for logs and spans: enough to find a record, too few to find the key.
     #[must_use]
     pub fn log_id(&self) -> String {
-        self.0[..6].iter().fold(String::with_capacity(12), |mut text, byte| {
-            use fmt::Write as _;
-            write!(text, "{byte:02x}").expect("writing to a String cannot fail");
-            text
-        })
+        self.in_logs().to_string()
+    }
+
+    /// The same, written only where somebody listens.
+    pub(crate) fn in_logs(self) -> LogId {
+        LogId(self)
+    }
+}
+
+/// The name of a storage key in logs.
+#[derive(Clone, Copy)]
+pub(crate) struct LogId(StorageKey);
+
+impl fmt::Display for LogId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.0[..6].iter().try_for_each(|byte| write!(f, "{byte:02x}"))
     }
 }
 

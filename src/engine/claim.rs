@@ -92,14 +92,14 @@ impl Engine {
                 }
                 Ok(ClaimOutcome::Mismatch) => return Claimed::refused(RejectionKind::KeyReused),
                 Ok(ClaimOutcome::Indeterminate(unsettled)) => {
-                    match self.inquire(call, unsettled, &mut progress).await {
+                    match Box::pin(self.inquire(call, unsettled, &mut progress)).await {
                         Ok(()) => continue,
                         Err(rejection) => return Claimed::refused(rejection),
                     }
                 }
                 Ok(ClaimOutcome::Unreadable) => {
                     tracing::error!(
-                        key = %call.storage_key.log_id(),
+                        key = %call.storage_key.in_logs(),
                         store = self.0.store.name(),
                         "a record cannot be read, or was made by a recipe that is not accepted"
                     );
@@ -208,7 +208,7 @@ impl Engine {
             };
             let pause = pause(tries);
             if !again || Instant::now() + pause >= deadline {
-                tracing::error!(key = %key.log_id(), verb, tries, error = ?error, "the store gives no answer");
+                tracing::error!(key = %key.in_logs(), verb, tries, error = ?error, "the store gives no answer");
                 return Err(error);
             }
             observe::call_again(verb);

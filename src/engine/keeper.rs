@@ -68,7 +68,7 @@ impl Kept<'_> {
                 }
                 Ok(RenewOutcome::Restored) => {
                     tracing::warn!(
-                        key = %self.lease.key().log_id(),
+                        key = %self.lease.key().in_logs(),
                         "the store had lost a record in flight; it is restored"
                     );
                     since = sent;
@@ -93,7 +93,7 @@ impl Kept<'_> {
         if !self.lost.is_cancelled() {
             self.lost.cancel();
             super::observe::lease_lost();
-            tracing::warn!(key = %self.lease.key().log_id(), reason, "lease lost");
+            tracing::warn!(key = %self.lease.key().in_logs(), reason, "lease lost");
         }
     }
 }

@@ -54,8 +54,8 @@ use crate::token::{Attempt, Fence};
 use claim::{Claimed, Held};
 use execution::Marks;
 use keeper::Kept;
-use observe::Gauge;
 pub(crate) use observe::Seen;
+use observe::{Gauge, StoreSeries};
 use quota::Quota;
 use reconcile::Inquiries;
 use settle::Settled;
@@ -74,9 +74,10 @@ struct Shared {
     quota: Arc<Quota>,
     tracker: TaskTracker,
     closing: CancellationToken,
-    running: Mutex<BTreeMap<u64, Running>>,
+    running: Mutex<BTreeMap<u64, Box<Running>>>,
     next_run: AtomicU64,
     inquiries: Inquiries,
+    series: StoreSeries,
 }
 
 /// A handler that runs now: what a shutdown has to settle in its place.
@@ -179,6 +180,7 @@ impl Engine {
     pub fn with_limits(store: impl Store, limits: WaitLimits) -> Self {
         observe::describe();
         Self(Arc::new(Shared {
+            series: StoreSeries::of(store.name()),
             store: Arc::new(store),
             room: Room::new(limits),
             quota: Arc::default(),
@@ -246,7 +248,7 @@ impl Engine {
         observe::oldest(self.oldest_in_flight());
     }
 
-    fn running(&self) -> MutexGuard<'_, BTreeMap<u64, Running>> {
+    fn running(&self) -> MutexGuard<'_, BTreeMap<u64, Box<Running>>> {
         // Nothing that can panic runs while the map is half changed.
         self.0.running.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -274,11 +276,12 @@ impl Engine {
         let (answer, answered) = oneshot::channel();
         let span = observe::span(call.storage_key, &call.span);
         let engine = self.clone();
-        let task = async move {
+        // Boxed, since it is handed on a few times before it runs, and it is large.
+        let task = Box::pin(async move {
             engine.conduct(call, handler, answer).await;
             // The handler counts to its end, not only for as long as its client stays.
             drop(place);
-        };
+        });
         if made(Mistake::RunsInConnection) {
             task.await;
         } else {
@@ -308,7 +311,8 @@ impl Engine {
                 Claimed::StoreDown(claim)
                     if call.policy.store_down == StoreDown::RunUnprotected =>
                 {
-                    self.run_unprotected(&call, claim, &mut handler).await
+                    // What is rare must not make the future of every request larger.
+                    Box::pin(self.run_unprotected(&call, claim, &mut handler)).await
                 }
                 Claimed::StoreDown(claim) => {
                     self.give_up(&call, claim);
@@ -382,7 +386,7 @@ impl Engine {
         let Ok(Ran { reply, .. }) = ran else {
             let undone = settled == Settled::Undone;
             let untouched = matches!(settle, Settle::Release(Verdict::NoEffect));
-            tracing::error!(key = %call.storage_key.log_id(), undone, untouched, "a handler panicked");
+            tracing::error!(key = %call.storage_key.in_logs(), undone, untouched, "a handler panicked");
             self.settle_later(&lease, recorded, policy, &settled);
             return Some(Conclusion::refused(match (undone, untouched) {
                 (true, _) => RejectionKind::RolledBack,
@@ -406,6 +410,10 @@ impl Engine {
         if since.elapsed() < policy.terms.lease * part / whole {
             return Ok(since);
         }
+        Box::pin(self.freshen(lease, policy)).await
+    }
+
+    async fn freshen(&self, lease: &Arc<Lease>, policy: &Policy) -> Result<Instant, Rejection> {
         let sent = Instant::now();
         let renewal = Renewal { terms: policy.terms, checkpoint: None };
         match self.renew(lease, &renewal, policy).await {
@@ -482,7 +490,7 @@ impl Engine {
             }
         };
         let kind = result.as_ref().err().map(StoreError::kind);
-        observe::store_call(&*self.0.store, verb, sent.elapsed(), kind);
+        self.0.series.called(verb, sent.elapsed(), kind);
         result
     }
 
@@ -501,7 +509,7 @@ impl Engine {
             marks: Arc::clone(marks),
             since: Instant::now(),
         };
-        self.running().insert(id, run);
+        self.running().insert(id, Box::new(run));
         self.refresh_gauges();
         Registered { engine: self.clone(), id }
     }

@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use metrics::{Key, Label, Level, Metadata};
 use tokio::time::Instant;
 use tracing::Span;
 use tracing::field::Empty;
@@ -9,7 +10,25 @@ use tracing::field::Empty;
 use crate::error::{RejectionKind, StoreErrorKind};
 use crate::record::{ClaimOutcome, Grant};
 use crate::scope::StorageKey;
-use crate::store::{Lease, Store};
+use crate::store::Lease;
+
+static METADATA: Metadata<'static> =
+    Metadata::new(module_path!(), Level::INFO, Some(module_path!()));
+
+/// Counts one more of an outcome, without making up a name for it each time.
+macro_rules! count {
+    ($series:expr, $outcome:expr, [$($known:literal)+]) => {
+        match $outcome {
+            $($known => {
+                static LABELS: [Label; 1] = [Label::from_static_parts("outcome", $known)];
+                static KEY: Key = Key::from_static_parts($series, &LABELS);
+                metrics::with_recorder(|recorder| recorder.register_counter(&KEY, &METADATA))
+                    .increment(1);
+            })+
+            other => metrics::counter!($series, "outcome" => other).increment(1),
+        }
+    };
+}
 
 /// What became of a request that the layer looked at.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -155,7 +174,7 @@ pub(super) fn span(key: StorageKey, came_in: &Span) -> Span {
     tracing::info_span!(
         parent: came_in,
         "idempotent_request",
-        key = %key.log_id(),
+        key = %key.in_logs(),
         outcome = Empty,
         attempt = Empty,
         takeover = Empty,
@@ -175,11 +194,11 @@ pub(crate) fn seen(seen: Seen, key: StorageKey, elapsed: Duration) {
     match seen {
         Seen::Executed | Seen::Released | Seen::RolledBack | Seen::Replayed | Seen::Reconciled => {
             tracing::debug!(
-                key = %key.log_id(), outcome = seen.name(), elapsed_ms = elapsed_ms(elapsed), "idempotent request"
+                key = %key.in_logs(), outcome = seen.name(), elapsed_ms = elapsed_ms(elapsed), "idempotent request"
             )
         }
         Seen::Unknown | Seen::NotStored | Seen::Unprotected => tracing::warn!(
-            key = %key.log_id(), outcome = seen.name(), elapsed_ms = elapsed_ms(elapsed), "idempotent request"
+            key = %key.in_logs(), outcome = seen.name(), elapsed_ms = elapsed_ms(elapsed), "idempotent request"
         ),
     }
 }
@@ -222,8 +241,18 @@ pub(super) fn concluded(kind: &RejectionKind, key: StorageKey, elapsed: Duration
 
 fn ended(outcome: &'static str, elapsed: Duration) {
     Span::current().record("outcome", outcome);
-    metrics::counter!(REQUESTS, "outcome" => outcome).increment(1);
-    metrics::histogram!(REQUEST_DURATION, "outcome" => outcome).record(elapsed.as_secs_f64());
+    count!(REQUESTS, outcome, ["executed" "replayed" "in_use" "mismatch"]);
+    let elapsed = elapsed.as_secs_f64();
+    match outcome {
+        "executed" => {
+            metrics::histogram!(REQUEST_DURATION, "outcome" => "executed").record(elapsed)
+        }
+        "replayed" => {
+            metrics::histogram!(REQUEST_DURATION, "outcome" => "replayed").record(elapsed)
+        }
+        "in_use" => metrics::histogram!(REQUEST_DURATION, "outcome" => "in_use").record(elapsed),
+        other => metrics::histogram!(REQUEST_DURATION, "outcome" => other).record(elapsed),
+    }
 }
 
 /// Counts and logs the refusal of a request that did not come as far as its claim.
@@ -298,16 +327,44 @@ pub(super) fn call_again(verb: &'static str) {
     metrics::counter!(STORE_RETRIES, "verb" => verb).increment(1);
 }
 
-/// One call to the store: how long it took, and why it failed if it did.
-pub(super) fn store_call(
-    store: &dyn Store,
-    verb: &'static str,
-    elapsed: Duration,
-    error: Option<StoreErrorKind>,
-) {
-    metrics::histogram!(STORE_DURATION, "store" => store.name(), "verb" => verb)
-        .record(elapsed.as_secs_f64());
-    if let Some(kind) = error {
+/// The series of one store, named once.
+#[derive(Debug)]
+pub(super) struct StoreSeries {
+    store: &'static str,
+    durations: [(&'static str, Key); VERBS.len()],
+}
+
+/// What the engine asks of a store.
+const VERBS: [&str; 6] = ["claim", "complete", "renew", "checkpoint", "release", "resolve"];
+
+impl StoreSeries {
+    pub(super) fn of(store: &'static str) -> Self {
+        let named = |verb| {
+            let labels = vec![Label::new("store", store), Label::new("verb", verb)];
+            (verb, Key::from_parts(STORE_DURATION, labels))
+        };
+        Self { store, durations: VERBS.map(named) }
+    }
+
+    /// One call to the store: how long it took, and why it failed if it did.
+    pub(super) fn called(
+        &self,
+        verb: &'static str,
+        elapsed: Duration,
+        error: Option<StoreErrorKind>,
+    ) {
+        let duration = self.durations.iter().find(|(name, _)| *name == verb);
+        debug_assert!(duration.is_some(), "{verb} is not among the verbs");
+        if let Some((_, key)) = duration {
+            metrics::with_recorder(|recorder| recorder.register_histogram(key, &METADATA))
+                .record(elapsed.as_secs_f64());
+        }
+        self.failed(verb, error);
+    }
+
+    fn failed(&self, verb: &'static str, error: Option<StoreErrorKind>) {
+        let Some(kind) = error else { return };
+
         let kind = match kind {
             StoreErrorKind::Unavailable => "unavailable",
             StoreErrorKind::OutcomeUnknown => "outcome_unknown",
@@ -315,7 +372,7 @@ pub(super) fn store_call(
             StoreErrorKind::Backend => "backend",
             StoreErrorKind::RolledBack => "rolled_back",
         };
-        metrics::counter!(STORE_ERRORS, "store" => store.name(), "verb" => verb, "kind" => kind)
+        metrics::counter!(STORE_ERRORS, "store" => self.store, "verb" => verb, "kind" => kind)
             .increment(1);
     }
 }
@@ -330,7 +387,7 @@ pub(super) fn claimed(outcome: &ClaimOutcome<Lease>) {
         ClaimOutcome::Indeterminate(_) => "indeterminate",
         ClaimOutcome::Unreadable => "unreadable",
     };
-    metrics::counter!(CLAIMS, "outcome" => outcome).increment(1);
+    count!(CLAIMS, outcome, ["acquired" "in_flight" "completed" "mismatch"]);
 }
 
 /// For how long the oldest handler has been running, if there is one.

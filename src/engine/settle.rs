@@ -81,7 +81,7 @@ impl Engine {
             let pause = pause(tries);
             if Instant::now() + pause >= deadline {
                 tracing::error!(
-                    key = %lease.key().log_id(), tries, error = ?error, "a run cannot be recorded in time"
+                    key = %lease.key().in_logs(), tries, error = ?error, "a run cannot be recorded in time"
                 );
                 return Settled::Unconfirmed;
             }
@@ -123,11 +123,11 @@ impl Engine {
             CompleteOutcome::Stored => Settled::Stored,
             CompleteOutcome::Healed => {
                 observe::completion_healed();
-                tracing::info!(key = %key.log_id(), "a late answer settled an unknown outcome");
+                tracing::info!(key = %key.in_logs(), "a late answer settled an unknown outcome");
                 Settled::Stored
             }
             CompleteOutcome::Restored => {
-                tracing::warn!(key = %key.log_id(), "the store had lost a record; it is restored");
+                tracing::warn!(key = %key.in_logs(), "the store had lost a record; it is restored");
                 Settled::Stored
             }
             CompleteOutcome::Superseded(response) => {
@@ -136,7 +136,7 @@ impl Engine {
             }
             CompleteOutcome::Mismatch | CompleteOutcome::Lost => {
                 observe::completion_refused();
-                tracing::warn!(key = %key.log_id(), "an answer came too late: the key is held by somebody else");
+                tracing::warn!(key = %key.in_logs(), "an answer came too late: the key is held by somebody else");
                 Settled::Lost
             }
             CompleteOutcome::Unreadable => Settled::Refused,

@@ -15,9 +15,10 @@ mod form;
 mod json;
 mod multipart;
 
+use std::borrow::Cow;
 use std::fmt;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::{Arc, OnceLock};
 
 use bytes::Bytes;
 use hmac::{Hmac, KeyInit, Mac};
@@ -247,6 +248,8 @@ pub struct Recipe {
     read: Vec<Read>,
     excluded: Vec<Excluded>,
     key: Option<Key>,
+    /// Made when it is asked for first; every change of the recipe begins without one.
+    id: OnceLock<RecipeId>,
 }
 
 #[derive(Clone)]
@@ -275,6 +278,7 @@ impl Recipe {
             read: Vec::new(),
             excluded: Vec::new(),
             key: None,
+            id: OnceLock::new(),
         }
     }
 
@@ -289,6 +293,7 @@ impl Recipe {
     #[must_use]
     pub fn header(mut self, name: HeaderName) -> Self {
         if !self.headers.contains(&name) {
+            self.id.take();
             self.headers.push(name);
             self.headers.sort_by(|a, b| a.as_str().cmp(b.as_str()));
         }
@@ -298,6 +303,7 @@ impl Recipe {
     /// Whether the order of query parameters matters.
     #[must_use]
     pub fn query_order(mut self, order: QueryOrder) -> Self {
+        self.id.take();
         self.query = order;
         self
     }
@@ -329,6 +335,7 @@ impl Recipe {
 
     fn reading(mut self, read: Read) -> Self {
         if !self.read.contains(&read) {
+            self.id.take();
             self.read.push(read);
             self.read.sort();
         }
@@ -344,6 +351,7 @@ impl Recipe {
     #[must_use]
     pub fn exclude(mut self, pointer: JsonPointer) -> Self {
         if self.excluded.iter().all(|excluded| excluded.pointer != pointer) {
+            self.id.take();
             self.excluded.push(Excluded { pointer, watch: Arc::default() });
             self.excluded.sort_by(|a, b| a.pointer.as_str().cmp(b.pointer.as_str()));
         }
@@ -374,6 +382,7 @@ impl Recipe {
     #[must_use]
     pub fn keyed(mut self, key_id: impl Into<Arc<str>>, secret: &[u8]) -> Self {
         let mac = Hmac::<Sha256>::new_from_slice(secret).expect("HMAC takes a key of any length");
+        self.id.take();
         self.key = Some(Key { id: key_id.into(), mac });
         self
     }
@@ -381,6 +390,10 @@ impl Recipe {
     /// The id that records made by this recipe carry.
     #[must_use]
     pub fn id(&self) -> RecipeId {
+        *self.id.get_or_init(|| self.make_id())
+    }
+
+    fn make_id(&self) -> RecipeId {
         let mut input = Input::Plain(Sha256::new());
         input.bytes(&[FORMAT, self.query as u8, self.content as u8]);
         input.sized(self.key.as_ref().map_or(b"", |key| key.id.as_bytes()));
@@ -543,9 +556,14 @@ impl Input {
 }
 
 /// `type/subtype` in lower case; a charset or a boundary does not make another request.
-fn media_type(value: &HeaderValue) -> Vec<u8> {
+fn media_type(value: &HeaderValue) -> Cow<'_, [u8]> {
     let essence = value.as_bytes().split(|byte| *byte == b';').next().unwrap_or_default();
-    essence.trim_ascii().to_ascii_lowercase()
+    match essence.trim_ascii() {
+        essence if essence.iter().any(u8::is_ascii_uppercase) => {
+            essence.to_ascii_lowercase().into()
+        }
+        essence => essence.into(),
+    }
 }
 
 fn sorted(query: &str) -> String {

@@ -130,8 +130,9 @@ where
                     for framing in [CONTENT_LENGTH, TRANSFER_ENCODING, TRAILER] {
                         head.headers.remove(framing);
                     }
-                    let stored = StoredResponse::new(&head, bytes.clone(), &config.header_rules);
-                    let settle = Settle::Complete { response: stored.encode(), writes };
+                    let response =
+                        StoredResponse::encoded(&head, bytes.clone(), &config.header_rules);
+                    let settle = Settle::Complete { response, writes };
                     ran(settle, head, ResponseBody::full(bytes), advised)
                 }
                 Read::Part(read, rest) => {

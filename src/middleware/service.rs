@@ -101,14 +101,13 @@ where
             Ok(key) => key,
             Err(error) => return self.refuse(RejectionKind::KeyInvalid(error), None),
         };
-        let path = whole_path(&request);
         let (parts, body) = request.into_parts();
-        let caller = self.config.scope.identify(&parts, &path);
+        let caller = self.config.scope.identify(&parts, whole_path(&parts));
         // Where a key is optional and may be in the body, nobody knows yet whether one is needed.
         if caller.is_none() && (key.is_some() || !optional) {
             return self.refuse(RejectionKind::ScopeMissing, key.as_ref());
         }
-        let asked = Asked { key, caller, path };
+        let asked = Asked { key, caller };
         let (engine, config) = (self.engine.clone(), Arc::clone(&self.config));
         ResponseFuture::covered(cover(engine, config, asked, ready, parts, body))
     }
@@ -151,10 +150,9 @@ impl<S> Idempotency<S> {
         }
         let clone = self.inner.clone();
         let ready = std::mem::replace(&mut self.inner, clone);
-        let path = whole_path(&request);
         let (parts, body) = request.into_parts();
-        let caller = self.config.scope.identify(&parts, &path);
-        let asked = Asked { key, caller, path };
+        let caller = self.config.scope.identify(&parts, whole_path(&parts));
+        let asked = Asked { key, caller };
         let (engine, config) = (self.engine.clone(), Arc::clone(&self.config));
         ResponseFuture::covered(shadow::follow(engine, config, asked, ready, parts, body))
     }
@@ -172,16 +170,15 @@ impl<S> Idempotency<S> {
 pub(super) struct Asked {
     pub(super) key: Option<IdempotencyKey>,
     pub(super) caller: Option<(Identity, CallerId)>,
-    pub(super) path: String,
 }
 
 /// The path as the client sent it: inside a nested router only `OriginalUri` knows the whole.
-fn whole_path<B>(request: &Request<B>) -> String {
+fn whole_path(parts: &Parts) -> &str {
     #[cfg(feature = "axum")]
-    if let Some(original) = request.extensions().get::<axum::extract::OriginalUri>() {
-        return original.path().to_owned();
+    if let Some(original) = parts.extensions.get::<axum::extract::OriginalUri>() {
+        return original.path();
     }
-    request.uri().path().to_owned()
+    parts.uri.path()
 }
 
 /// Takes a covered request from its body to its answer.
@@ -207,7 +204,7 @@ where
     ResBody::Data: Send,
     ResBody::Error: Send,
 {
-    let Asked { key, caller, path } = asked;
+    let Asked { key, caller } = asked;
     let body = match read_body(body, &config).await {
         Ok(body) => body,
         Err(kind) => {
@@ -216,7 +213,7 @@ where
             return Ok(refused(kind, id, key.as_ref(), &config));
         }
     };
-    let fingerprints = fingerprints(&config, &parts, &path, &body);
+    let fingerprints = fingerprints(&config, &parts, &body);
     let key = match keys::of_request(key, &config, &parts, &body, &fingerprints) {
         Ok(Some(key)) => key,
         Ok(None) if config.missing_key == MissingKey::PassThrough => {
@@ -313,12 +310,8 @@ fn is_length_limit(error: &(dyn StdError + 'static)) -> bool {
     false
 }
 
-pub(super) fn fingerprints(
-    config: &Config,
-    parts: &Parts,
-    path: &str,
-    body: &Bytes,
-) -> Fingerprints {
+pub(super) fn fingerprints(config: &Config, parts: &Parts, body: &Bytes) -> Fingerprints {
+    let path = whole_path(parts);
     let mut all = config.recipes.iter().map(|recipe| recipe.fingerprint(parts, path, body));
     let current = all.next().expect("a configuration has at least one recipe");
     let mut fingerprints = Fingerprints::one(current);

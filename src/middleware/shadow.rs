@@ -79,8 +79,8 @@ fn judge(
     parts: &Parts,
     body: &Bytes,
 ) -> Option<oneshot::Sender<Settle>> {
-    let Asked { key, caller, path } = asked;
-    let fingerprints = fingerprints(config, parts, &path, body);
+    let Asked { key, caller } = asked;
+    let fingerprints = fingerprints(config, parts, body);
     let key = match keys::of_request(key, config, parts, body, &fingerprints) {
         Ok(Some(key)) => key,
         Ok(None) => {

@@ -108,13 +108,19 @@ const BESIDE_KEPT: u64 = 10_000;
 /// Where the script puts the head of the record.
 const HEAD: [u8; HEADER_LENGTH] = [0; HEADER_LENGTH];
 
+/// As many as a call has at most: name, hash, number of keys, key, and five for the script.
+const ARGUMENTS: usize = 9;
+/// The bytes of the first three, and of a few numbers.
+const HEADS: usize = 96;
+
 pub(super) const MAX_EXPIRY: u64 = 1 << 48;
 
 impl Call {
-    pub(super) fn new(script: &'static Script, key: &str) -> Self {
-        let mut by_hash = Cmd::new();
-        by_hash.arg("EVALSHA").arg(script.sha.as_str()).arg(1).arg(key);
-        Self { script, key: key.to_owned(), by_hash, beside: None, wait: None, in_full: false }
+    /// A run on this key, whose arguments take about so many bytes.
+    pub(super) fn new(script: &'static Script, key: String, room: usize) -> Self {
+        let mut by_hash = Cmd::with_capacity(ARGUMENTS, HEADS + key.len() + room);
+        by_hash.arg("EVALSHA").arg(script.sha.as_str()).arg("1").arg(key.as_str());
+        Self { script, key, by_hash, beside: None, wait: None, in_full: false }
     }
 
     /// Asks how many replicas have what the script wrote.
@@ -340,7 +346,8 @@ mod tests {
 
     #[test]
     fn the_text_is_sent_with_the_same_key_and_arguments() {
-        let call = Call::new(&RELEASE, "idem:{k}").arg(&[0, 255]).lasting(0).number(2);
+        let call =
+            Call::new(&RELEASE, "idem:{k}".to_owned(), 0).arg(&[0, 255]).lasting(0).number(2);
         let mut expected = Cmd::new();
         expected.arg("EVAL").arg(RELEASE.text).arg(1).arg("idem:{k}").arg(&[0_u8, 255]);
         expected.arg(1).arg(2);
@@ -350,8 +357,11 @@ mod tests {
     #[test]
     fn a_response_goes_beside_the_record_or_through_its_script() {
         let response = Bytes::from_static(b"answer");
-        let call =
-            Call::new(&COMPLETE, "idem:{k}").arg(b"a").beside(&COMPLETE_LARGE, "b", response);
+        let call = Call::new(&COMPLETE, "idem:{k}".to_owned(), 0).arg(b"a").beside(
+            &COMPLETE_LARGE,
+            "b",
+            response,
+        );
         let mut through = Cmd::new();
         through.arg("EVALSHA").arg(&*COMPLETE.sha).arg(1).arg("idem:{k}").arg("a").arg("answer");
         assert_eq!(packed(&call.command(Route::Through, Name::Hash)), packed(&through));

@@ -150,7 +150,13 @@ impl RedisStore {
 
     /// The key's name in Redis. The braces make the whole of it a hash tag.
     fn key(&self, key: StorageKey) -> String {
-        format!("{}:{{{}}}", self.0.prefix, key.to_text())
+        let prefix = &*self.0.prefix;
+        let mut name = String::with_capacity(prefix.len() + 35);
+        name.push_str(prefix);
+        name.push_str(":{");
+        key.write_text(&mut name);
+        name.push('}');
+        name
     }
 
     async fn run<T>(&self, verb: Verb<T>, call: &Call) -> Result<T, StoreError> {
@@ -186,7 +192,7 @@ impl RedisStore {
         operation: &'static str,
         adapt: impl FnOnce(Call) -> Call,
     ) -> Result<(), StoreError> {
-        let call = adapt(script::ready(&format!("{}:{{ready}}", self.0.prefix)));
+        let call = adapt(script::ready(format!("{}:{{ready}}", self.0.prefix)));
         // It overwrites whatever is under its key, so nothing there can be unreadable.
         let verb = Verb::new(operation, Urgency::Urgent, Readiness::Ready, script::readiness)
             .holding_if(|readiness| *readiness == Readiness::Ready);
@@ -217,7 +223,7 @@ impl Store for RedisStore {
         claim: &'a Claim,
     ) -> StoreFuture<'a, ClaimOutcome<Lease>> {
         Box::pin(async move {
-            let call = script::claim(&self.key(key), claim).waiting(self.0.wait);
+            let call = script::claim(self.key(key), claim).waiting(self.0.wait);
             for _ in 0..LARGE_LOOKS {
                 let unreadable = Claimed::Outcome(ClaimOutcome::Unreadable);
                 let verb = Verb::new("claim", Urgency::Ordinary, unreadable, script::claimed)
@@ -247,7 +253,7 @@ impl Store for RedisStore {
             // A lost renewal ends the lease early, which is safe. A lost checkpoint is not: without
             // one, a route that marks its effects takes the key for untouched.
             let wait = renewal.checkpoint.as_ref().and(self.0.wait);
-            let call = script::renew(&self.key(lease.key()), lease.owner(), renewal).waiting(wait);
+            let call = script::renew(self.key(lease.key()), lease.owner(), renewal).waiting(wait);
             let unreadable = RenewOutcome::Unreadable;
             let verb = Verb::new("renew", Urgency::Urgent, unreadable, script::renewed).holding_if(
                 |outcome| matches!(outcome, RenewOutcome::Renewed | RenewOutcome::Restored),
@@ -262,7 +268,7 @@ impl Store for RedisStore {
         completion: &'a Completion,
     ) -> StoreFuture<'a, CompleteOutcome> {
         Box::pin(async move {
-            let call = script::complete(&self.key(lease.key()), lease.owner(), completion)
+            let call = script::complete(self.key(lease.key()), lease.owner(), completion)
                 .waiting(self.0.wait);
             let unreadable = CompleteOutcome::Unreadable;
             let read = if call.is_beside() { script::completed_large } else { script::completed };
@@ -281,7 +287,7 @@ impl Store for RedisStore {
         release: &'a Release,
     ) -> StoreFuture<'a, ReleaseOutcome> {
         Box::pin(async move {
-            let call = script::release(&self.key(lease.key()), lease.owner(), release);
+            let call = script::release(self.key(lease.key()), lease.owner(), release);
             let unreadable = ReleaseOutcome::Unreadable;
             let verb = Verb::new("release", Urgency::Urgent, unreadable, script::released);
             self.run(verb, &call).await
@@ -294,7 +300,7 @@ impl Store for RedisStore {
         resolution: &'a Resolution,
     ) -> StoreFuture<'a, ResolveOutcome> {
         Box::pin(async move {
-            let call = script::resolve(&self.key(key), resolution);
+            let call = script::resolve(self.key(key), resolution);
             let unreadable = ResolveOutcome::Unreadable;
             let verb = Verb::new("resolve", Urgency::Ordinary, unreadable, script::resolved);
             self.run(verb, &call).await

@@ -139,6 +139,9 @@ fn lease(terms: &Terms) -> u64 {
     millis(terms.lease).min(MAX_EXPIRY)
 }
 
+/// What the arguments of a call take, but for a response: fingerprint and owner.
+const ROOM: usize = 128;
+
 /// Recipe id and digest, as in the record.
 fn print(fingerprint: Fingerprint) -> [u8; PRINT_LENGTH] {
     let mut bytes = [0; PRINT_LENGTH];
@@ -177,7 +180,7 @@ fn six_bytes(number: u64) -> [u8; 6] {
     low
 }
 
-pub(super) fn claim(key: &str, claim: &Claim) -> Call {
+pub(super) fn claim(key: String, claim: &Claim) -> Call {
     let mode = match (claim.effects, claim.on_expired) {
         (Effects::Anywhere, OnExpired::Refuse) => 1,
         (Effects::Anywhere, OnExpired::Reexecute) => 2,
@@ -187,7 +190,7 @@ pub(super) fn claim(key: &str, claim: &Claim) -> Call {
     let mut claimant = [0; PRINT_LENGTH + 16];
     claimant[..PRINT_LENGTH].copy_from_slice(&print(claim.fingerprints.current()));
     claimant[PRINT_LENGTH..].copy_from_slice(claim.holder.as_bytes());
-    let call = Call::new(&CLAIM, key)
+    let call = Call::new(&CLAIM, key, ROOM)
         .arg(&claimant)
         .number(lease(&claim.terms))
         .lasting(forget_in_flight(&claim.terms))
@@ -241,8 +244,8 @@ pub(super) fn claimed(reply: &mut Reply) -> Result<Claimed, BadReply> {
     }))
 }
 
-pub(super) fn renew(key: &str, by: &Owner, renewal: &Renewal) -> Call {
-    let call = Call::new(&RENEW, key)
+pub(super) fn renew(key: String, by: &Owner, renewal: &Renewal) -> Call {
+    let call = Call::new(&RENEW, key, ROOM)
         .arg(&print(by.fingerprints.current()))
         .arg(&owner(by))
         .number(lease(&renewal.terms))
@@ -266,9 +269,9 @@ pub(super) fn renewed(reply: &mut Reply) -> Result<RenewOutcome, BadReply> {
 /// copies that it saves.
 pub(super) const LARGE: usize = 4_096;
 
-pub(super) fn complete(key: &str, by: &Owner, completion: &Completion) -> Call {
+pub(super) fn complete(key: String, by: &Owner, completion: &Completion) -> Call {
     let response = &completion.response;
-    let call = Call::new(&COMPLETE, key)
+    let call = Call::new(&COMPLETE, key, ROOM + response.len().min(LARGE))
         .arg(&owner_with_print(by))
         .lasting(millis(completion.terms.retention))
         .arg(&accepted(&by.fingerprints));
@@ -307,12 +310,12 @@ pub(super) fn completed_large(reply: &mut Reply) -> Result<CompleteOutcome, BadR
     }
 }
 
-pub(super) fn release(key: &str, by: &Owner, release: &Release) -> Call {
+pub(super) fn release(key: String, by: &Owner, release: &Release) -> Call {
     let verdict = match release.verdict {
         Verdict::NoEffect => 1,
         Verdict::Unknown => 2,
     };
-    Call::new(&RELEASE, key)
+    Call::new(&RELEASE, key, ROOM)
         .arg(by.holder.as_bytes())
         .lasting(millis(release.terms.retention))
         .number(verdict)
@@ -326,8 +329,8 @@ pub(super) fn released(reply: &mut Reply) -> Result<ReleaseOutcome, BadReply> {
     })
 }
 
-pub(super) fn resolve(key: &str, resolution: &Resolution) -> Call {
-    let call = Call::new(&RESOLVE, key)
+pub(super) fn resolve(key: String, resolution: &Resolution) -> Call {
+    let call = Call::new(&RESOLVE, key, ROOM)
         .arg(resolution.holder.as_bytes())
         .number(u64::from(resolution.attempt.number()))
         .lasting(millis(resolution.terms.retention));
@@ -352,8 +355,8 @@ pub(super) enum Readiness {
     TooOld,
 }
 
-pub(super) fn ready(key: &str) -> Call {
-    Call::new(&READY, key).lasting(READY_MARK)
+pub(super) fn ready(key: String) -> Call {
+    Call::new(&READY, key, ROOM).lasting(READY_MARK)
 }
 
 /// How long the mark of a readiness check stays, in milliseconds: no time at all, but a whole second

@@ -325,7 +325,7 @@ impl<DB: Backend> Core<DB> {
         let failure = unit.failure();
         let Some(mut open) = held else {
             tracing::error!(
-                key = %key.log_id(),
+                key = %key.in_logs(),
                 "the transaction was still held when the handler had answered: everything is rolled back"
             );
             return undone;
@@ -349,7 +349,7 @@ impl<DB: Backend> Core<DB> {
         };
         if let (Writes::Keep, Some(failure)) = (completion.writes, &failure) {
             tracing::error!(
-                key = %key.log_id(), code = failure.code,
+                key = %key.in_logs(), code = failure.code,
                 "a statement failed and the handler answered as if it had not: everything is rolled back"
             );
             open.rollback().await;
@@ -358,7 +358,7 @@ impl<DB: Backend> Core<DB> {
         match self.store(&mut open, key, owner, completion).await {
             Ok(CompleteOutcome::Stored) => {}
             Ok(outcome) => {
-                tracing::error!(key = %key.log_id(), ?outcome, "the claim has vanished from its transaction");
+                tracing::error!(key = %key.in_logs(), ?outcome, "the claim has vanished from its transaction");
                 open.rollback().await;
                 return undone;
             }
@@ -371,7 +371,7 @@ impl<DB: Backend> Core<DB> {
             Ok(()) => Ended::Told(CompleteOutcome::Stored),
             Err(error) => match weigh::<DB>(&error) {
                 Weight::Lost => {
-                    tracing::warn!(key = %key.log_id(), %error, "COMMIT was not answered");
+                    tracing::warn!(key = %key.in_logs(), %error, "COMMIT was not answered");
                     Ended::Unknown
                 }
                 // A deferred constraint: who runs again may find that the other one was there first.
@@ -408,7 +408,7 @@ impl<DB: Backend> Core<DB> {
         match weigh::<DB>(error) {
             Weight::Conflict | Weight::Lost | Weight::Locked => Ended::Again,
             Weight::Unreached | Weight::Constraint | Weight::Refused => {
-                tracing::error!(key = %key.log_id(), %error, "everything is rolled back");
+                tracing::error!(key = %key.in_logs(), %error, "everything is rolled back");
                 Ended::Told(CompleteOutcome::RolledBack)
             }
         }
@@ -445,7 +445,7 @@ impl<DB: Backend> Core<DB> {
             }
             Ok(ClaimOutcome::Unreadable) => Ended::Told(CompleteOutcome::Unreadable),
             Err(error) => {
-                tracing::debug!(key = %key.log_id(), %error, "it is not known yet whether a COMMIT was done");
+                tracing::debug!(key = %key.in_logs(), %error, "it is not known yet whether a COMMIT was done");
                 Ended::Unknown
             }
         }

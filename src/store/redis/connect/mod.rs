@@ -166,8 +166,9 @@ impl Connections {
         let message = Message::Script { call, asking: false };
         match self {
             Self::Node(node) => node.run(message, urgency).await,
-            Self::Pool(pool) => pool.run(message, urgency).await,
-            Self::Cluster(cluster) => cluster.run(call, urgency).await,
+            // Their futures are several times as large, and would make that of every call as large.
+            Self::Pool(pool) => Box::pin(pool.run(message, urgency)).await,
+            Self::Cluster(cluster) => Box::pin(cluster.run(call, urgency)).await,
         }
     }
 

@@ -41,7 +41,8 @@ impl Node {
         urgency: Urgency,
     ) -> Result<Answer, Failure> {
         if message.waits() {
-            self.lanes.run(message, urgency).await
+            // A large future for few calls.
+            Box::pin(self.lanes.run(message, urgency)).await
         } else {
             self.shared.run(message).await
         }
