@@ -264,10 +264,10 @@ impl StorageKey {
         URL_SAFE_NO_PAD.encode(self.0)
     }
 
-    /// Writes that name behind what stands there.
+    /// Writes that name, and says how long it is.
     #[cfg(feature = "redis")]
-    pub(crate) fn write_text(self, text: &mut String) {
-        URL_SAFE_NO_PAD.encode_string(self.0, text);
+    pub(crate) fn write_text(self, to: &mut [u8]) -> usize {
+        URL_SAFE_NO_PAD.encode_slice(self.0, to).expect("there is room for 32 characters")
     }
 
     /// Twelve hex digits for logs and spans: enough to find a record, too few to find the key.

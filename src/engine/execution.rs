@@ -16,7 +16,6 @@ use crate::error::CheckpointError;
 use crate::key::IdempotencyKey;
 use crate::mistakes::{Mistake, made};
 use crate::record::{Effects, RenewOutcome, Renewal, Verdict};
-use crate::scope::DownstreamSeed;
 use crate::store::Lease;
 use crate::token::{Attempt, Fence};
 
@@ -44,8 +43,7 @@ use crate::token::{Attempt, Fence};
 pub struct Execution(Arc<Inner>);
 
 struct Inner {
-    key: IdempotencyKey,
-    seed: DownstreamSeed,
+    call: Arc<Call>,
     held: Option<Held>,
     lost: CancellationToken,
 }
@@ -53,8 +51,7 @@ struct Inner {
 struct Held {
     engine: Engine,
     lease: Arc<Lease>,
-    policy: Policy,
-    marks: Arc<Marks>,
+    marks: Marks,
     /// The checkpoint that was made last, in this run or an earlier one.
     last: Mutex<Bytes>,
     /// One checkpoint is sent at a time, so that the last one made is the one that is kept.
@@ -99,33 +96,45 @@ impl Marks {
 impl Execution {
     pub(super) fn held(
         engine: &Engine,
-        call: &Call,
+        call: &Arc<Call>,
         lease: &Arc<Lease>,
         lost: &CancellationToken,
-        marks: &Arc<Marks>,
     ) -> Self {
         let held = Held {
             engine: engine.clone(),
             lease: Arc::clone(lease),
-            policy: call.policy.clone(),
-            marks: Arc::clone(marks),
+            marks: Marks::default(),
             last: Mutex::new(lease.grant().checkpoint.clone()),
             turn: tokio::sync::Mutex::default(),
         };
-        let (key, lost) = (call.key.clone(), lost.clone());
-        Self(Arc::new(Inner { key, seed: call.seed, held: Some(held), lost }))
+        Self(Arc::new(Inner { call: Arc::clone(call), held: Some(held), lost: lost.clone() }))
     }
 
-    pub(super) fn unprotected(key: &IdempotencyKey, seed: DownstreamSeed) -> Self {
+    pub(super) fn unprotected(call: &Arc<Call>) -> Self {
         let lost = CancellationToken::new();
         lost.cancel();
-        Self(Arc::new(Inner { key: key.clone(), seed, held: None, lost }))
+        Self(Arc::new(Inner { call: Arc::clone(call), held: None, lost }))
+    }
+
+    /// What is known of this run if it ends without a word: nothing, of one without a lease.
+    pub(super) fn verdict(&self) -> Verdict {
+        let policy = &self.0.call.policy;
+        let held = self.0.held.as_ref();
+        held.map_or(Verdict::Unknown, |held| held.marks.verdict(&held.lease, policy))
+    }
+
+    /// Gives the run up while it goes on, at a shutdown: tells it so, and what is to be recorded.
+    pub(super) fn abandon(&self) -> Option<(&Lease, &Policy, Verdict)> {
+        let held = self.0.held.as_ref()?;
+        let verdict = self.verdict();
+        self.0.lost.cancel();
+        Some((&held.lease, &self.0.call.policy, verdict))
     }
 
     /// The key of the operation.
     #[must_use]
     pub fn key(&self) -> &IdempotencyKey {
-        &self.0.key
+        &self.0.call.key
     }
 
     /// Which run this is: 1, and one more for each time the key was claimed again, also if the
@@ -165,7 +174,7 @@ impl Execution {
     /// restarts. 36 characters, in the form of a UUID.
     #[must_use]
     pub fn downstream_key(&self, effect: &str) -> String {
-        self.0.seed.key_for(effect)
+        self.0.call.seed().key_for(effect)
     }
 
     /// Notes `state` down for a later attempt, which reads it by
@@ -218,10 +227,11 @@ impl Execution {
         if !held.marks.make() {
             return Err(CheckpointError::LeaseLost);
         }
-        let renewal = Renewal { terms: held.policy.terms, checkpoint: Some(bytes.clone()) };
+        let policy = &self.0.call.policy;
+        let renewal = Renewal { terms: policy.terms, checkpoint: Some(bytes.clone()) };
         let renew = || held.engine.store().renew(&held.lease, &renewal);
         let key = held.lease.key();
-        match held.engine.surely("checkpoint", key, &held.policy, renew).await {
+        match held.engine.surely("checkpoint", key, policy, renew).await {
             Ok(RenewOutcome::Renewed | RenewOutcome::Restored) => {
                 *held.last.lock().unwrap_or_else(PoisonError::into_inner) = bytes;
                 Ok(())

@@ -52,7 +52,6 @@ use crate::scope::{CallerId, DownstreamSeed, Identity, StorageKey};
 use crate::store::{Lease, Store};
 use crate::token::{Attempt, Fence};
 use claim::{Claimed, Held};
-use execution::Marks;
 use keeper::Kept;
 pub(crate) use observe::Seen;
 use observe::{Gauge, StoreSeries};
@@ -74,7 +73,7 @@ struct Shared {
     quota: Arc<Quota>,
     tracker: TaskTracker,
     closing: CancellationToken,
-    running: Mutex<BTreeMap<u64, Box<Running>>>,
+    running: Mutex<BTreeMap<u64, Running>>,
     next_run: AtomicU64,
     inquiries: Inquiries,
     series: StoreSeries,
@@ -82,10 +81,7 @@ struct Shared {
 
 /// A handler that runs now: what a shutdown has to settle in its place.
 struct Running {
-    lease: Arc<Lease>,
-    policy: Policy,
-    lost: CancellationToken,
-    marks: Arc<Marks>,
+    execution: Execution,
     since: Instant,
 }
 
@@ -96,11 +92,17 @@ pub(crate) struct Call {
     pub(crate) storage_key: StorageKey,
     pub(crate) caller: CallerId,
     pub(crate) identity: Identity,
-    pub(crate) seed: DownstreamSeed,
     pub(crate) fingerprints: Fingerprints,
     pub(crate) policy: Policy,
     /// The span the request came in, for its handler: handlers record fields in it.
     pub(crate) span: Span,
+}
+
+impl Call {
+    /// Made when somebody asks for a key for a call outward, which most handlers do not.
+    fn seed(&self) -> DownstreamSeed {
+        DownstreamSeed::new(&self.identity, &self.key)
+    }
 }
 
 /// What a handler is told when it is started.
@@ -217,18 +219,13 @@ impl Engine {
         }
         let left: Vec<_> = {
             let running = self.running();
-            running
-                .values()
-                .map(|run| {
-                    let settle = Settle::Release(run.marks.verdict(&run.lease, &run.policy));
-                    (Arc::clone(&run.lease), run.policy.clone(), run.lost.clone(), settle)
-                })
-                .collect()
+            running.values().map(|run| run.execution.clone()).collect()
         };
         let unfinished = left.len();
-        join_all(left.into_iter().map(async |(lease, policy, lost, settle)| {
-            lost.cancel();
-            self.settle(&lease, &settle, &policy, policy.claim_within.min(MARK_WITHIN)).await;
+        join_all(left.into_iter().map(async |execution| {
+            let Some((lease, policy, verdict)) = execution.abandon() else { return };
+            let within = policy.claim_within.min(MARK_WITHIN);
+            self.settle(lease, &Settle::Release(verdict), policy, within).await;
         }))
         .await;
         tracing::warn!(unfinished, "shutdown with running handlers: their outcomes are unknown");
@@ -248,7 +245,7 @@ impl Engine {
         observe::oldest(self.oldest_in_flight());
     }
 
-    fn running(&self) -> MutexGuard<'_, BTreeMap<u64, Box<Running>>> {
+    fn running(&self) -> MutexGuard<'_, BTreeMap<u64, Running>> {
         // Nothing that can panic runs while the map is half changed.
         self.0.running.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -274,6 +271,7 @@ impl Engine {
             return Conclusion::Refused(rejection);
         };
         let (answer, answered) = oneshot::channel();
+        let call = Arc::new(call);
         let span = observe::span(call.storage_key, &call.span);
         let engine = self.clone();
         // Boxed, since it is handed on a few times before it runs, and it is large.
@@ -293,7 +291,7 @@ impl Engine {
 
     async fn conduct<T, H, F>(
         self,
-        call: Call,
+        call: Arc<Call>,
         mut handler: H,
         mut answer: oneshot::Sender<Conclusion<T>>,
     ) where
@@ -334,7 +332,7 @@ impl Engine {
     /// everything back, and the whole unit runs again.
     async fn run<T, H, F>(
         &self,
-        call: &Call,
+        call: &Arc<Call>,
         held: Held,
         handler: &mut H,
         run: u32,
@@ -357,11 +355,10 @@ impl Engine {
             observe::takeover();
         }
         let lost = CancellationToken::new();
-        let marks = Arc::new(Marks::default());
-        let _registered = self.register(&lease, policy, &lost, &marks);
-        let execution = Execution::held(self, call, &lease, &lost, &marks);
+        let execution = Execution::held(self, call, &lease, &lost);
+        let _registered = self.register(&execution);
         let input = Run {
-            execution,
+            execution: execution.clone(),
             attachments: lease.attachments().clone(),
             may_repeat: lease.is_repeatable() && run < RUNS_MAX,
         };
@@ -372,7 +369,7 @@ impl Engine {
             let ran = AssertUnwindSafe(ran).catch_unwind().await;
             let settle = match &ran {
                 Ok(ran) => ran.settle.clone(),
-                Err(_) => Settle::Release(marks.verdict(&lease, policy)),
+                Err(_) => Settle::Release(execution.verdict()),
             };
             let recorded = settle.clone().after_takeover(policy, lease.grant().takeover);
             let settled = self.settle(&lease, &recorded, policy, policy.complete_within).await;
@@ -431,7 +428,7 @@ impl Engine {
     /// Runs the handler without a lease, because the route says so.
     async fn run_unprotected<T, H, F>(
         &self,
-        call: &Call,
+        call: &Arc<Call>,
         claim: Claim,
         handler: &mut H,
     ) -> Conclusion<T>
@@ -440,7 +437,7 @@ impl Engine {
         F: Future<Output = Ran<T>> + Send,
         T: Send,
     {
-        let execution = Execution::unprotected(&call.key, call.seed);
+        let execution = Execution::unprotected(call);
         let input = Run { execution, attachments: http::Extensions::new(), may_repeat: false };
         let ran = async { handler(input).await }.instrument(call.span.clone());
         let ran = AssertUnwindSafe(ran).catch_unwind().await;
@@ -482,34 +479,26 @@ impl Engine {
         call: impl Future<Output = Result<T, StoreError>>,
     ) -> Result<T, StoreError> {
         let sent = Instant::now();
-        let result = match timeout(bound, call).await {
-            Ok(result) => result,
-            Err(elapsed) => {
-                let kind = StoreErrorKind::OutcomeUnknown;
-                Err(StoreError::new(kind, self.0.store.name(), verb).with_source(elapsed))
-            }
+        let result = match self.0.store.answers_within() {
+            // A second clock for the same wait would cost and say nothing.
+            Some(within) if within <= bound => call.await,
+            Some(_) | None => match timeout(bound, call).await {
+                Ok(result) => result,
+                Err(elapsed) => {
+                    let kind = StoreErrorKind::OutcomeUnknown;
+                    Err(StoreError::new(kind, self.0.store.name(), verb).with_source(elapsed))
+                }
+            },
         };
         let kind = result.as_ref().err().map(StoreError::kind);
         self.0.series.called(verb, sent.elapsed(), kind);
         result
     }
 
-    fn register(
-        &self,
-        lease: &Arc<Lease>,
-        policy: &Policy,
-        lost: &CancellationToken,
-        marks: &Arc<Marks>,
-    ) -> Registered {
+    fn register(&self, execution: &Execution) -> Registered {
         let id = self.0.next_run.fetch_add(1, Ordering::Relaxed);
-        let run = Running {
-            lease: Arc::clone(lease),
-            policy: policy.clone(),
-            lost: lost.clone(),
-            marks: Arc::clone(marks),
-            since: Instant::now(),
-        };
-        self.running().insert(id, Box::new(run));
+        let run = Running { execution: execution.clone(), since: Instant::now() };
+        self.running().insert(id, run);
         self.refresh_gauges();
         Registered { engine: self.clone(), id }
     }

@@ -99,7 +99,7 @@ impl Engine {
     ) -> Answered {
         let (holder, attempt) = (unsettled.holder, unsettled.attempt);
         let interrupted =
-            Interrupted::new(call.key.clone(), call.identity.clone(), call.seed, unsettled);
+            Interrupted::new(call.key.clone(), call.identity.clone(), call.seed(), unsettled);
         // The call itself may panic, not only the future it makes.
         let asked = async { hook.ask(interrupted).await };
         let asked = AssertUnwindSafe(asked).catch_unwind();

@@ -16,8 +16,9 @@ pin_project_lite::pin_project! {
     /// A body that is passed through keeps its frames, trailers and errors.
     #[derive(Debug)]
     pub struct ResponseBody<B> {
-        // What was read while it was open whether the body can be kept.
-        read: VecDeque<Bytes>,
+        // What was read while it was open whether the body can be kept: nothing, a piece, or more.
+        read: Bytes,
+        more: VecDeque<Bytes>,
         #[pin]
         rest: Rest<B>,
     }
@@ -36,16 +37,15 @@ pin_project_lite::pin_project! {
 
 impl<B> ResponseBody<B> {
     pub(crate) fn passed(body: B) -> Self {
-        Self { read: VecDeque::new(), rest: Rest::Body { body } }
+        Self { read: Bytes::new(), more: VecDeque::new(), rest: Rest::Body { body } }
     }
 
     pub(crate) fn full(bytes: Bytes) -> Self {
-        let read = if bytes.is_empty() { VecDeque::new() } else { VecDeque::from([bytes]) };
-        Self { read, rest: Rest::None }
+        Self { read: bytes, more: VecDeque::new(), rest: Rest::None }
     }
 
-    pub(crate) fn begun(read: VecDeque<Bytes>, body: Pin<Box<B>>) -> Self {
-        Self { read, rest: Rest::Begun { body } }
+    pub(crate) fn begun(more: VecDeque<Bytes>, body: Pin<Box<B>>) -> Self {
+        Self { read: Bytes::new(), more, rest: Rest::Begun { body } }
     }
 }
 
@@ -58,7 +58,10 @@ impl<B: Body> Body for ResponseBody<B> {
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, B::Error>>> {
         let this = self.project();
-        if let Some(bytes) = this.read.pop_front() {
+        if !this.read.is_empty() {
+            return Poll::Ready(Some(Ok(Frame::data(std::mem::take(this.read)))));
+        }
+        if let Some(bytes) = this.more.pop_front() {
             return Poll::Ready(Some(Ok(Frame::data(bytes))));
         }
         let frame = match this.rest.project() {
@@ -73,6 +76,7 @@ impl<B: Body> Body for ResponseBody<B> {
 
     fn is_end_stream(&self) -> bool {
         self.read.is_empty()
+            && self.more.is_empty()
             && match &self.rest {
                 Rest::None => true,
                 Rest::Body { body } => body.is_end_stream(),
@@ -81,7 +85,8 @@ impl<B: Body> Body for ResponseBody<B> {
     }
 
     fn size_hint(&self) -> SizeHint {
-        let read: u64 = self.read.iter().map(|bytes| bytes.len() as u64).sum();
+        let more: u64 = self.more.iter().map(|bytes| bytes.len() as u64).sum();
+        let read = self.read.len() as u64 + more;
         let rest = match &self.rest {
             Rest::None => SizeHint::with_exact(0),
             Rest::Body { body } => body.size_hint(),
@@ -111,28 +116,41 @@ pub(crate) async fn read<B: Body>(body: B, limit: usize, within: Duration) -> Re
     }
     let mut body = Box::pin(body);
     let mut slow = pin!(sleep(within));
-    let (mut frames, mut length) = (VecDeque::new(), 0_usize);
+    // Most bodies are one frame, which needs no queue.
+    let (mut first, mut frames, mut length) = (Bytes::new(), VecDeque::new(), 0_usize);
     loop {
         let frame = tokio::select! {
             biased;
             frame = body.frame() => frame,
-            () = &mut slow => return Read::Part(frames, body),
+            () = &mut slow => return Read::Part(queued(first, frames), body),
         };
         match frame {
-            None => return Read::Whole(concat(frames, length)),
+            None if frames.is_empty() => return Read::Whole(first),
+            None => return Read::Whole(concat(queued(first, frames), length)),
             Some(Err(error)) => return Read::Broken(error),
             Some(Ok(frame)) => {
                 // Trailers are not kept, neither here nor in replays.
                 let Ok(mut data) = frame.into_data() else { continue };
                 let data = data.copy_to_bytes(data.remaining());
                 length = length.saturating_add(data.len());
-                frames.push_back(data);
+                if first.is_empty() && frames.is_empty() {
+                    first = data;
+                } else {
+                    frames.push_back(data);
+                }
                 if length > limit {
-                    return Read::Part(frames, body);
+                    return Read::Part(queued(first, frames), body);
                 }
             }
         }
     }
+}
+
+fn queued(first: Bytes, mut frames: VecDeque<Bytes>) -> VecDeque<Bytes> {
+    if !first.is_empty() {
+        frames.push_front(first);
+    }
+    frames
 }
 
 fn concat(mut frames: VecDeque<Bytes>, length: usize) -> Bytes {

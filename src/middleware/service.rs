@@ -34,7 +34,7 @@ use crate::guard::{ReplayDecision, ReplayGuard, ReplayRequest};
 use crate::key::IdempotencyKey;
 use crate::record::Verdict;
 use crate::response::{StoredBody, StoredResponse};
-use crate::scope::{CallerId, DownstreamSeed, Identity, StorageKey};
+use crate::scope::{CallerId, Identity, StorageKey};
 
 const FORBIDDEN: RejectionKind = RejectionKind::ReplayForbidden;
 /// How long a replay guard may think: as long as an answer may take to be stored, and some.
@@ -227,12 +227,10 @@ where
     let Some((identity, caller)) = caller else {
         return Ok(refused(RejectionKind::ScopeMissing, None, Some(&key), &config));
     };
-    let (storage_key, seed) =
-        (StorageKey::new(&identity, &key), DownstreamSeed::new(&identity, &key));
+    let storage_key = StorageKey::new(&identity, &key);
     let policy = config.policy.clone();
     let span = Span::current();
-    let call =
-        Call { key: key.clone(), storage_key, caller, identity, seed, fingerprints, policy, span };
+    let call = Call { key: key.clone(), storage_key, caller, identity, fingerprints, policy, span };
     // Only a guard wants to know again who asked.
     let asker = config.replay_guard.as_ref().map(|guard| (guard.clone(), parts.clone()));
     let mut handler =

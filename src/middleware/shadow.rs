@@ -19,7 +19,7 @@ use crate::config::{Config, MissingKey, Recovery};
 use crate::engine::{Call, Engine, Settle, observe};
 use crate::error::RejectionKind;
 use crate::record::Verdict;
-use crate::scope::{DownstreamSeed, StorageKey};
+use crate::scope::StorageKey;
 
 /// Whether a body can be looked at and still be handed on whole: its length is known and allowed.
 pub(super) fn is_readable(body: &impl Body, config: &Config) -> bool {
@@ -105,7 +105,6 @@ fn judge(
     }
     let call = Call {
         storage_key: StorageKey::in_shadow(&identity, &key),
-        seed: DownstreamSeed::new(&identity, &key),
         caller: caller.in_shadow(),
         key,
         fingerprints,

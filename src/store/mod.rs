@@ -30,6 +30,7 @@ use std::fmt;
 use std::future::Future;
 use std::pin::Pin;
 use std::sync::Arc;
+use std::time::Duration;
 
 use http::Extensions;
 
@@ -131,6 +132,12 @@ pub trait Store: fmt::Debug + Send + Sync + 'static {
     /// The store's name in logs, metrics and errors, for example `redis`.
     fn name(&self) -> &'static str;
 
+    /// How long a verb takes at most, if the store bounds that by itself. Without a promise the engine
+    /// bounds each call.
+    fn answers_within(&self) -> Option<Duration> {
+        None
+    }
+
     /// Tries to become the one who runs the handler of `key`.
     fn claim<'a>(
         &'a self,
@@ -170,6 +177,10 @@ pub trait Store: fmt::Debug + Send + Sync + 'static {
 impl<S: Store + ?Sized> Store for Arc<S> {
     fn name(&self) -> &'static str {
         (**self).name()
+    }
+
+    fn answers_within(&self) -> Option<Duration> {
+        (**self).answers_within()
     }
 
     fn claim<'a>(

@@ -14,6 +14,7 @@
 
 use std::fmt;
 use std::sync::Arc;
+use std::time::Duration;
 
 use aes_gcm_siv::aead::{Aead as _, Payload};
 use aes_gcm_siv::{Aes256GcmSiv, KeyInit as _, Nonce};
@@ -198,6 +199,10 @@ impl<S> Protected<S> {
 impl<S: Store> Store for Protected<S> {
     fn name(&self) -> &'static str {
         self.store.name()
+    }
+
+    fn answers_within(&self) -> Option<Duration> {
+        self.store.answers_within()
     }
 
     fn claim<'a>(

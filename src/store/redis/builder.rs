@@ -21,7 +21,7 @@ use crate::store::Store;
 pub(super) const PREFIX: &str = "idem";
 
 /// The longest prefix. Every record carries it, so it should be short.
-const MAX_PREFIX: usize = 64;
+pub(super) const MAX_PREFIX: usize = 64;
 
 /// The most milliseconds that WAIT takes as a number. Nobody waits that long.
 const LONGEST_WAIT: u64 = 1 << 31;

@@ -70,7 +70,6 @@ pub(super) struct Answer {
 /// One run of a script: everything that has to be sent, ready to be sent more than once.
 pub(super) struct Call {
     script: &'static Script,
-    key: String,
     /// The whole command, by the script's hash; without the response if that is put beside.
     by_hash: Cmd,
     beside: Option<Beside>,
@@ -108,6 +107,9 @@ const BESIDE_KEPT: u64 = 10_000;
 /// Where the script puts the head of the record.
 const HEAD: [u8; HEADER_LENGTH] = [0; HEADER_LENGTH];
 
+/// Where the record's key stands among the arguments of a command.
+const KEY_AT: usize = 3;
+
 /// As many as a call has at most: name, hash, number of keys, key, and five for the script.
 const ARGUMENTS: usize = 9;
 /// The bytes of the first three, and of a few numbers.
@@ -117,10 +119,10 @@ pub(super) const MAX_EXPIRY: u64 = 1 << 48;
 
 impl Call {
     /// A run on this key, whose arguments take about so many bytes.
-    pub(super) fn new(script: &'static Script, key: String, room: usize) -> Self {
+    pub(super) fn new(script: &'static Script, key: &str, room: usize) -> Self {
         let mut by_hash = Cmd::with_capacity(ARGUMENTS, HEADS + key.len() + room);
-        by_hash.arg("EVALSHA").arg(script.sha.as_str()).arg("1").arg(key.as_str());
-        Self { script, key, by_hash, beside: None, wait: None, in_full: false }
+        by_hash.arg("EVALSHA").arg(script.sha.as_str()).arg("1").arg(key);
+        Self { script, by_hash, beside: None, wait: None, in_full: false }
     }
 
     /// Asks how many replicas have what the script wrote.
@@ -138,7 +140,7 @@ impl Call {
     /// Puts a response beside the record, under a name that nobody else uses, for `script` to fetch. If
     /// that is not possible, it becomes the last argument of the call's own script.
     pub(super) fn beside(mut self, script: &'static Script, name: &str, response: Bytes) -> Self {
-        let key = format!("{}:{name}", self.key);
+        let key = format!("{}:{name}", self.key());
         self.beside = Some(Beside { script, key, response });
         self
     }
@@ -160,7 +162,12 @@ impl Call {
 
     /// The key of the record.
     pub(super) fn key(&self) -> &str {
-        &self.key
+        let key = self.by_hash.args_iter().nth(KEY_AT);
+        match key {
+            Some(::redis::Arg::Simple(key)) => std::str::from_utf8(key).unwrap_or_default(),
+            // The other kind stands for the cursor of a scan.
+            Some(_) | None => "",
+        }
     }
 
     pub(super) fn arg(mut self, bytes: &[u8]) -> Self {
@@ -275,7 +282,7 @@ impl Call {
         if asking {
             pipeline.cmd("ASKING");
         }
-        pipeline.cmd("GET").arg(&self.key);
+        pipeline.cmd("GET").arg(self.key());
         let count = pipeline.len();
         let replies = connection.send_packed_commands(&pipeline, count - 1, 1).await?;
         match replies.into_iter().next() {
@@ -299,10 +306,10 @@ impl Call {
             Name::Text => cmd.arg("EVAL").arg(script.text),
         };
         match (&self.beside, route) {
-            (Some(beside), Route::Beside) => cmd.arg(2).arg(&self.key).arg(&beside.key),
-            (_, _) => cmd.arg(1).arg(&self.key),
+            (Some(beside), Route::Beside) => cmd.arg(2).arg(self.key()).arg(&beside.key),
+            (_, _) => cmd.arg(1).arg(self.key()),
         };
-        for argument in self.by_hash.args_iter().skip(4) {
+        for argument in self.by_hash.args_iter().skip(KEY_AT + 1) {
             // The other kind stands for the cursor of a scan, and no script call has one.
             if let ::redis::Arg::Simple(bytes) = argument {
                 cmd.arg(bytes);
@@ -346,8 +353,7 @@ mod tests {
 
     #[test]
     fn the_text_is_sent_with_the_same_key_and_arguments() {
-        let call =
-            Call::new(&RELEASE, "idem:{k}".to_owned(), 0).arg(&[0, 255]).lasting(0).number(2);
+        let call = Call::new(&RELEASE, "idem:{k}", 0).arg(&[0, 255]).lasting(0).number(2);
         let mut expected = Cmd::new();
         expected.arg("EVAL").arg(RELEASE.text).arg(1).arg("idem:{k}").arg(&[0_u8, 255]);
         expected.arg(1).arg(2);
@@ -357,11 +363,8 @@ mod tests {
     #[test]
     fn a_response_goes_beside_the_record_or_through_its_script() {
         let response = Bytes::from_static(b"answer");
-        let call = Call::new(&COMPLETE, "idem:{k}".to_owned(), 0).arg(b"a").beside(
-            &COMPLETE_LARGE,
-            "b",
-            response,
-        );
+        let call =
+            Call::new(&COMPLETE, "idem:{k}", 0).arg(b"a").beside(&COMPLETE_LARGE, "b", response);
         let mut through = Cmd::new();
         through.arg("EVALSHA").arg(&*COMPLETE.sha).arg(1).arg("idem:{k}").arg("a").arg("answer");
         assert_eq!(packed(&call.command(Route::Through, Name::Hash)), packed(&through));

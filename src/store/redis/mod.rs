@@ -38,6 +38,7 @@ mod script;
 
 use std::fmt;
 use std::sync::Arc;
+use std::time::Duration;
 
 pub use ::{deadpool_redis, redis};
 pub use builder::RedisStoreBuilder;
@@ -149,13 +150,12 @@ impl RedisStore {
     }
 
     /// The key's name in Redis. The braces make the whole of it a hash tag.
-    fn key(&self, key: StorageKey) -> String {
-        let prefix = &*self.0.prefix;
-        let mut name = String::with_capacity(prefix.len() + 35);
-        name.push_str(prefix);
-        name.push_str(":{");
-        key.write_text(&mut name);
-        name.push('}');
+    fn name(&self, key: StorageKey) -> Name {
+        let mut name = Name { bytes: [0; Name::MAX], length: 0 };
+        name.push(self.0.prefix.as_bytes());
+        name.push(b":{");
+        name.length += key.write_text(&mut name.bytes[name.length..]);
+        name.push(b"}");
         name
     }
 
@@ -192,7 +192,7 @@ impl RedisStore {
         operation: &'static str,
         adapt: impl FnOnce(Call) -> Call,
     ) -> Result<(), StoreError> {
-        let call = adapt(script::ready(format!("{}:{{ready}}", self.0.prefix)));
+        let call = adapt(script::ready(&format!("{}:{{ready}}", self.0.prefix)));
         // It overwrites whatever is under its key, so nothing there can be unreadable.
         let verb = Verb::new(operation, Urgency::Urgent, Readiness::Ready, script::readiness)
             .holding_if(|readiness| *readiness == Readiness::Ready);
@@ -200,6 +200,30 @@ impl RedisStore {
             Readiness::Ready => Ok(()),
             Readiness::TooOld => Err(SetupError::TooOld.into_store_error(operation)),
         }
+    }
+}
+
+/// The name of a key, without an allocation: it is made for every call.
+struct Name {
+    bytes: [u8; Self::MAX],
+    length: usize,
+}
+
+impl Name {
+    /// The longest prefix, three marks, and a storage key in base64url.
+    const MAX: usize = builder::MAX_PREFIX + 3 + 32;
+
+    fn push(&mut self, bytes: &[u8]) {
+        self.bytes[self.length..self.length + bytes.len()].copy_from_slice(bytes);
+        self.length += bytes.len();
+    }
+}
+
+impl std::ops::Deref for Name {
+    type Target = str;
+
+    fn deref(&self) -> &str {
+        std::str::from_utf8(&self.bytes[..self.length]).expect("a prefix and base64url are text")
     }
 }
 
@@ -217,13 +241,18 @@ impl Store for RedisStore {
         NAME
     }
 
+    /// Twice the call timeout: once for a connection, once for the reply.
+    fn answers_within(&self) -> Option<Duration> {
+        Some(self.0.connections.answer_within())
+    }
+
     fn claim<'a>(
         &'a self,
         key: StorageKey,
         claim: &'a Claim,
     ) -> StoreFuture<'a, ClaimOutcome<Lease>> {
         Box::pin(async move {
-            let call = script::claim(self.key(key), claim).waiting(self.0.wait);
+            let call = script::claim(&self.name(key), claim).waiting(self.0.wait);
             for _ in 0..LARGE_LOOKS {
                 let unreadable = Claimed::Outcome(ClaimOutcome::Unreadable);
                 let verb = Verb::new("claim", Urgency::Ordinary, unreadable, script::claimed)
@@ -253,7 +282,7 @@ impl Store for RedisStore {
             // A lost renewal ends the lease early, which is safe. A lost checkpoint is not: without
             // one, a route that marks its effects takes the key for untouched.
             let wait = renewal.checkpoint.as_ref().and(self.0.wait);
-            let call = script::renew(self.key(lease.key()), lease.owner(), renewal).waiting(wait);
+            let call = script::renew(&self.name(lease.key()), lease.owner(), renewal).waiting(wait);
             let unreadable = RenewOutcome::Unreadable;
             let verb = Verb::new("renew", Urgency::Urgent, unreadable, script::renewed).holding_if(
                 |outcome| matches!(outcome, RenewOutcome::Renewed | RenewOutcome::Restored),
@@ -268,7 +297,7 @@ impl Store for RedisStore {
         completion: &'a Completion,
     ) -> StoreFuture<'a, CompleteOutcome> {
         Box::pin(async move {
-            let call = script::complete(self.key(lease.key()), lease.owner(), completion)
+            let call = script::complete(&self.name(lease.key()), lease.owner(), completion)
                 .waiting(self.0.wait);
             let unreadable = CompleteOutcome::Unreadable;
             let read = if call.is_beside() { script::completed_large } else { script::completed };
@@ -287,7 +316,7 @@ impl Store for RedisStore {
         release: &'a Release,
     ) -> StoreFuture<'a, ReleaseOutcome> {
         Box::pin(async move {
-            let call = script::release(self.key(lease.key()), lease.owner(), release);
+            let call = script::release(&self.name(lease.key()), lease.owner(), release);
             let unreadable = ReleaseOutcome::Unreadable;
             let verb = Verb::new("release", Urgency::Urgent, unreadable, script::released);
             self.run(verb, &call).await
@@ -300,7 +329,7 @@ impl Store for RedisStore {
         resolution: &'a Resolution,
     ) -> StoreFuture<'a, ResolveOutcome> {
         Box::pin(async move {
-            let call = script::resolve(self.key(key), resolution);
+            let call = script::resolve(&self.name(key), resolution);
             let unreadable = ResolveOutcome::Unreadable;
             let verb = Verb::new("resolve", Urgency::Ordinary, unreadable, script::resolved);
             self.run(verb, &call).await
@@ -342,7 +371,7 @@ mod tests {
         let pool = deadpool_redis::Pool::builder(manager).build().unwrap();
         let store = RedisStore::from_pool(pool);
         let key = StorageKey::from_bytes([0; 24]);
-        assert_eq!(store.key(key), "idem:{AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA}");
+        assert_eq!(&*store.name(key), "idem:{AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA}");
         assert!(!format!("{store:?}").contains("127.0.0.1"));
     }
 }

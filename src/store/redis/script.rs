@@ -180,7 +180,7 @@ fn six_bytes(number: u64) -> [u8; 6] {
     low
 }
 
-pub(super) fn claim(key: String, claim: &Claim) -> Call {
+pub(super) fn claim(key: &str, claim: &Claim) -> Call {
     let mode = match (claim.effects, claim.on_expired) {
         (Effects::Anywhere, OnExpired::Refuse) => 1,
         (Effects::Anywhere, OnExpired::Reexecute) => 2,
@@ -244,7 +244,7 @@ pub(super) fn claimed(reply: &mut Reply) -> Result<Claimed, BadReply> {
     }))
 }
 
-pub(super) fn renew(key: String, by: &Owner, renewal: &Renewal) -> Call {
+pub(super) fn renew(key: &str, by: &Owner, renewal: &Renewal) -> Call {
     let call = Call::new(&RENEW, key, ROOM)
         .arg(&print(by.fingerprints.current()))
         .arg(&owner(by))
@@ -269,7 +269,7 @@ pub(super) fn renewed(reply: &mut Reply) -> Result<RenewOutcome, BadReply> {
 /// copies that it saves.
 pub(super) const LARGE: usize = 4_096;
 
-pub(super) fn complete(key: String, by: &Owner, completion: &Completion) -> Call {
+pub(super) fn complete(key: &str, by: &Owner, completion: &Completion) -> Call {
     let response = &completion.response;
     let call = Call::new(&COMPLETE, key, ROOM + response.len().min(LARGE))
         .arg(&owner_with_print(by))
@@ -310,7 +310,7 @@ pub(super) fn completed_large(reply: &mut Reply) -> Result<CompleteOutcome, BadR
     }
 }
 
-pub(super) fn release(key: String, by: &Owner, release: &Release) -> Call {
+pub(super) fn release(key: &str, by: &Owner, release: &Release) -> Call {
     let verdict = match release.verdict {
         Verdict::NoEffect => 1,
         Verdict::Unknown => 2,
@@ -329,7 +329,7 @@ pub(super) fn released(reply: &mut Reply) -> Result<ReleaseOutcome, BadReply> {
     })
 }
 
-pub(super) fn resolve(key: String, resolution: &Resolution) -> Call {
+pub(super) fn resolve(key: &str, resolution: &Resolution) -> Call {
     let call = Call::new(&RESOLVE, key, ROOM)
         .arg(resolution.holder.as_bytes())
         .number(u64::from(resolution.attempt.number()))
@@ -355,7 +355,7 @@ pub(super) enum Readiness {
     TooOld,
 }
 
-pub(super) fn ready(key: String) -> Call {
+pub(super) fn ready(key: &str) -> Call {
     Call::new(&READY, key, ROOM).lasting(READY_MARK)
 }
 

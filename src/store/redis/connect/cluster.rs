@@ -106,6 +106,10 @@ impl Cluster {
         }
     }
 
+    pub(super) fn call_timeout(&self) -> Duration {
+        self.0.call_timeout
+    }
+
     /// Runs a script where its key is. Takes at most twice the call timeout.
     pub(super) async fn run(&self, call: &Call, urgency: Urgency) -> Result<Answer, Failure> {
         let limit = self.0.call_timeout * 2;

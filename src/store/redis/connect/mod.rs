@@ -172,6 +172,16 @@ impl Connections {
         }
     }
 
+    /// How long a script takes at most.
+    pub(super) fn answer_within(&self) -> Duration {
+        let call_timeout = match self {
+            Self::Node(node) => node.call_timeout(),
+            Self::Pool(pool) => pool.call_timeout(),
+            Self::Cluster(cluster) => cluster.call_timeout(),
+        };
+        call_timeout.saturating_mul(2)
+    }
+
     pub(super) fn are_a_cluster(&self) -> bool {
         matches!(self, Self::Cluster(_))
     }

@@ -35,6 +35,10 @@ impl Node {
         }
     }
 
+    pub(super) fn call_timeout(&self) -> Duration {
+        self.shared.call_timeout()
+    }
+
     pub(super) async fn run(
         &self,
         message: Message<'_>,

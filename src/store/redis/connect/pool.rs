@@ -26,6 +26,10 @@ impl Pooled {
         Self { pool, claims: Semaphore::new(slots), call_timeout }
     }
 
+    pub(super) fn call_timeout(&self) -> Duration {
+        self.call_timeout
+    }
+
     /// Sends a message and waits for its reply.
     ///
     /// # Cancel safety

@@ -104,6 +104,10 @@ impl Shared {
         Self(Arc::new(Inner { dialer, call_timeout, state: Mutex::new(state) }))
     }
 
+    pub(super) fn call_timeout(&self) -> Duration {
+        self.0.call_timeout
+    }
+
     /// Connects now.
     pub(super) async fn begin(&self) -> RedisResult<()> {
         let opened = self.0.dialer.dial().await?;
