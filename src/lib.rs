@@ -39,7 +39,7 @@ pub use fingerprint::{
     RecipeId,
 };
 pub use guard::{ReplayDecision, ReplayRequest};
-pub use key::{IdempotencyKey, KeyError, KeySyntax};
+pub use key::{BodyDoubt, IdempotencyKey, KeyError, KeySyntax};
 pub use middleware::{Idempotency, IdempotencyLayer, Outcome, Replayed};
 pub use record::Effects;
 pub use response::{CodecError, HeaderRules, StoredBody, StoredResponse};

@@ -116,6 +116,12 @@ impl Got {
         let code = format!("idempotency_{code}");
         assert_eq!((self.status.as_u16(), body["code"].as_str()), (status, Some(code.as_str())));
     }
+
+    /// What a refusal says.
+    fn detail(&self) -> String {
+        let body: serde_json::Value = serde_json::from_slice(&self.body).unwrap();
+        body["detail"].as_str().unwrap().to_owned()
+    }
 }
 
 fn rules() -> ConfigBuilder {
@@ -173,7 +179,12 @@ async fn what_is_no_key_in_the_body_is_refused_and_what_is_none_is_missing() {
     for missing in
         ["{}", r#"{"idempotency_key":null}"#, r#"{"a":{"idempotency_key":"k"}}"#, "{", ""]
     {
-        shop.json(missing).await.refused(400, "key_missing");
+        let got = shop.json(missing).await;
+        got.refused(400, "key_missing");
+        // Whoever sent it somewhere else is told where it was looked for.
+        for place in ["idempotency-key", "/idempotency_key", "application/json"] {
+            assert!(got.detail().contains(place), "{place} in {}", got.detail());
+        }
     }
     let other =
         Ask { content_type: "text/plain", body: r#"{"idempotency_key":"k"}"#, headers: &[] };
@@ -207,15 +218,22 @@ async fn where_it_is_optional_a_request_without_a_key_runs_with_its_whole_body()
 async fn a_body_that_cannot_be_read_to_its_end_never_runs_without_its_key() {
     let shop = Shop::new(from_body().missing_key(MissingKey::PassThrough));
     let deep = "[".repeat(127) + &"]".repeat(127);
-    for value in [
-        r#""cut \ud83d""#,
-        "1e400",
-        &deep,
-        r#"{"$serde_json::private::RawValue":"1"}"#,
-        r#"{"\u0024serde_json::private::Number":"1"}"#,
+    // Each refusal says what it is that cannot be read, and of several only what is true.
+    let reasons = ["half of a surrogate", "greater than a double", "127 levels", "twice", "reserved"];
+    for (value, reason) in [
+        (r#""cut \ud83d""#, reasons[0]),
+        ("1e400", reasons[1]),
+        (&deep, reasons[2]),
+        (r#"{"a":1,"a":2}"#, reasons[3]),
+        (r#"{"$serde_json::private::RawValue":"1"}"#, reasons[4]),
+        (r#"{"\u0024serde_json::private::Number":"1"}"#, reasons[4]),
     ] {
         let body = format!(r#"{{"idempotency_key":"k","amount":5,"note":{value}}}"#);
-        shop.json(&body).await.refused(400, "key_invalid");
+        let got = shop.json(&body).await;
+        got.refused(400, "key_invalid");
+        let said = got.detail();
+        let named: Vec<_> = reasons.into_iter().filter(|reason| said.contains(reason)).collect();
+        assert_eq!(named, [reason], "{said}");
     }
     let hidden = r#"{"$serde_json::private::RawValue":"{\"idempotency_key\":\"k\"}"}"#;
     shop.json(hidden).await.refused(400, "key_invalid");
