@@ -249,9 +249,12 @@ async fn case_161_neither_logs_nor_metrics_hold_a_key_or_a_body_and_spans_carry_
         let app = app_with(Arc::clone(store), ErrorFlavour::Problem);
         one_of_everything(&app, &key, &format!("201 {SECRET}")).await;
         let logged = log.text();
-        for (what, outcome) in
-            [("run", "executed"), ("run", "replayed"), ("run", "mismatch"), ("declined", "executed")]
-        {
+        for (what, outcome) in [
+            ("run", "executed"),
+            ("run", "replayed"),
+            ("run", "mismatch"),
+            ("declined", "executed"),
+        ] {
             let key = IdempotencyKey::new(&format!("{key} {what}")).unwrap();
             let id = StorageKey::new(&Identity::of_parts([""; 0]), &key).log_id();
             assert!(id.len() == 12 && id.bytes().all(|byte| byte.is_ascii_hexdigit()), "{id}");
@@ -349,8 +352,7 @@ async fn fault_b44_the_content_type_is_the_handlers_on_every_path() {
     let types = ["text/csv", "text/plain; charset=iso-8859-1", "application/problem+json", "none"];
     let stores = Stores::start().await;
     for (store, kept) in &stores.all {
-        let gate =
-            Gate { entered: Arc::new(Semaphore::new(0)), open: Arc::new(Semaphore::new(0)) };
+        let gate = Gate { entered: Arc::new(Semaphore::new(0)), open: Arc::new(Semaphore::new(0)) };
         let config = Config::builder().scope(Scope::global()).build().unwrap();
         let layer = IdempotencyLayer::new(config, Arc::clone(kept));
         let app = Router::new().route("/pay", post(kinds)).layer(layer);

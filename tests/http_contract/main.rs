@@ -7,6 +7,7 @@
 )]
 
 mod activation;
+mod backpressure;
 mod concurrency;
 mod crash;
 mod extractors;
