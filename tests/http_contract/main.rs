@@ -14,6 +14,8 @@ mod extractors;
 mod fingerprint;
 mod harness;
 mod key_syntax;
+#[path = "../support/named.rs"]
+mod named;
 mod outcomes;
 mod replay;
 mod retention;
