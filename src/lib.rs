@@ -1,3 +1,10 @@
+// The first definition of a link wins: on this page links to the guide lead to its modules, and in a
+// README that is read by itself to the guide's files.
+#![cfg_attr(
+    all(feature = "axum", feature = "redis"),
+    doc = "[layers]: guide::layers\n[operations]: guide::operations\n[requests]: guide::requests\n\
+           [transactions]: guide::transactions\n\n"
+)]
 #![cfg_attr(all(feature = "axum", feature = "redis"), doc = include_str!("../README.md"))]
 #![cfg_attr(
     not(all(feature = "axum", feature = "redis")),
