@@ -76,15 +76,34 @@ pub enum KeyError {
     /// The key in the body holds something else than printable ASCII.
     #[error("a key is printable ASCII")]
     Character,
-    /// Readers of the body may disagree about it, so its key cannot be told: a member is given twice, or
-    /// a value is beyond what can be read.
-    #[error(
-        "the key in the body cannot be told: a member is given twice, or a value cannot be read"
-    )]
-    Ambiguous,
+    /// The body's key cannot be told, since readers of the body may disagree about it.
+    #[error("the key in the body cannot be told: {0}")]
+    Ambiguous(BodyDoubt),
     /// More than one header line carries a key, or two accepted places disagree.
     #[error("the request carries more than one idempotency key")]
     Repeated,
+}
+
+/// Why readers of a JSON body may disagree about it. A handler that skips such a value may accept the
+/// body, so it is not taken for one without a key.
+#[derive(Clone, Copy, Debug, Eq, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum BodyDoubt {
+    /// A member is given twice: one reader takes the first, another the last.
+    #[error("the body gives a member twice")]
+    MemberTwice,
+    /// Objects and arrays are nested more than 127 levels deep.
+    #[error("the body is nested more than 127 levels deep")]
+    TooDeep,
+    /// A number is greater than a double can be.
+    #[error("a number in the body is greater than a double can be")]
+    NumberTooGreat,
+    /// A string holds half of a surrogate pair, so it is no text.
+    #[error("a string in the body holds half of a surrogate pair")]
+    LoneSurrogate,
+    /// A member has a name that begins with `$serde_json::private::`, which the reader itself uses.
+    #[error("a member of the body has a name that is reserved")]
+    ReservedName,
 }
 
 impl IdempotencyKey {

@@ -1,3 +1,10 @@
+// The first definition of a link wins: on this page links to the guide lead to its modules, and in a
+// README that is read by itself to the guide's files.
+#![cfg_attr(
+    all(feature = "axum", feature = "redis"),
+    doc = "[layers]: guide::layers\n[operations]: guide::operations\n[requests]: guide::requests\n\
+           [transactions]: guide::transactions\n\n"
+)]
 #![cfg_attr(all(feature = "axum", feature = "redis"), doc = include_str!("../README.md"))]
 #![cfg_attr(
     not(all(feature = "axum", feature = "redis")),
@@ -39,7 +46,7 @@ pub use fingerprint::{
     RecipeId,
 };
 pub use guard::{ReplayDecision, ReplayRequest};
-pub use key::{IdempotencyKey, KeyError, KeySyntax};
+pub use key::{BodyDoubt, IdempotencyKey, KeyError, KeySyntax};
 pub use middleware::{Idempotency, IdempotencyLayer, Outcome, Replayed};
 pub use record::Effects;
 pub use response::{CodecError, HeaderRules, StoredBody, StoredResponse};

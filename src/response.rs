@@ -208,7 +208,7 @@ fn hops(headers: &HeaderMap) -> Vec<String> {
 /// Everything is, except what belongs to the exchange and not to the result: hop-by-hop headers
 /// and those that `Connection` names (RFC 9110, 7.6.1), `Content-Length` (made anew), cookies,
 /// challenges and credentials, `Date`, `Age`, `Server-Timing`, `Access-Control-*`, rate limits,
-/// request and trace ids, and the headers of this layer.
+/// request and trace ids (W3C, B3 and those of AWS), and the headers of this layer.
 #[derive(Clone, Debug, Default)]
 pub struct HeaderRules {
     also_kept: Vec<HeaderName>,
@@ -276,6 +276,7 @@ const NOT_KEPT: &[&str] = &[
     "age",
     "authentication-info",
     "authorization",
+    "b3",
     "csrf-token",
     "date",
     "proxy-authenticate",
@@ -297,7 +298,8 @@ const NOT_KEPT: &[&str] = &[
     "x-xsrf-token",
 ];
 
-const NOT_KEPT_PREFIXES: &[&str] = &["access-control-", "ratelimit", "x-rate-limit", "x-ratelimit"];
+const NOT_KEPT_PREFIXES: &[&str] =
+    &["access-control-", "ratelimit", "x-b3-", "x-rate-limit", "x-ratelimit"];
 
 #[cfg(test)]
 mod tests {
@@ -361,6 +363,29 @@ mod tests {
             ("server-timing", "db;dur=1"),
         ];
         assert_eq!(kept(&HeaderRules::default(), &exchange), []);
+    }
+
+    /// A replay with the first exchange's trace would join two traces that have nothing in common.
+    #[test]
+    fn headers_of_a_trace_are_not_kept_unless_asked_for() {
+        let trace = [
+            ("traceparent", "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"),
+            ("tracestate", "a=1"),
+            ("b3", "80f198ee56343ba864fe8b2a57d3eff7-e457b5a2e4d86bd1-1"),
+            ("x-b3-traceid", "80f198ee56343ba864fe8b2a57d3eff7"),
+            ("x-b3-spanid", "e457b5a2e4d86bd1"),
+            ("x-b3-parentspanid", "05e3ac9a4f6e3b90"),
+            ("x-b3-sampled", "1"),
+            ("x-b3-flags", "1"),
+            ("x-amzn-trace-id", "Root=1-67891233-abcdef012345678912345678"),
+        ];
+        assert_eq!(kept(&HeaderRules::default(), &trace), []);
+        let asked = HeaderRules::default().keep(HeaderName::from_static("x-b3-traceid"));
+        let one = [("x-b3-traceid".to_owned(), "80f198ee56343ba864fe8b2a57d3eff7".to_owned())];
+        assert_eq!(kept(&asked, &trace), one);
+        // Names that only look like them are the application's.
+        let own = [("b3-flavour", "mint"), ("x-b30", "yes")];
+        assert_eq!(kept(&HeaderRules::default(), &own).len(), 2);
     }
 
     #[test]

@@ -3,22 +3,30 @@
 #![allow(clippy::unwrap_used, reason = "in a test a panic is the report")]
 
 use std::io::Write;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
 use axum::Router;
 use axum::body::Body;
+use axum::extract::State;
 use axum::routing::post;
 use bytes::Bytes;
 use http::{HeaderMap, Request, StatusCode};
 use http_body_util::BodyExt as _;
 use metrics_exporter_prometheus::PrometheusBuilder;
+use rand::RngCore as _;
 use serde_json::Value;
+use tokio::sync::Semaphore;
 use tower::ServiceExt as _;
 use tower_idempotency::{
-    Config, ErrorFlavour, IdempotencyLayer, MemoryStore, Outcome, RedisStore, Scope, Store,
+    Config, ErrorFlavour, IdempotencyKey, IdempotencyLayer, Identity, MemoryStore, Outcome,
+    PostgresLeaseStore, PostgresStore, RedisStore, Scope, SqliteLeaseStore, SqliteStore,
+    StorageKey, Store,
 };
 
+#[path = "support/postgres.rs"]
+#[allow(dead_code, unreachable_pub, reason = "each test program uses a part of it")]
+mod postgres;
 #[path = "support/redis.rs"]
 #[allow(dead_code, unreachable_pub, reason = "each test program uses a part of it")]
 mod redis;
@@ -132,9 +140,69 @@ async fn case_159_a_status_without_a_body_has_none_in_replays_either() {
     }
 }
 
-/// What was logged, at every level.
+/// One store of each kind, by its name, and what keeps them alive.
+struct Stores {
+    all: Vec<(&'static str, Arc<dyn Store>)>,
+    _redis: redis::RedisServer,
+    _postgres: Arc<postgres::PostgresServer>,
+    _folder: tempfile::TempDir,
+}
+
+impl Stores {
+    async fn start() -> Self {
+        let redis = redis::RedisServer::start();
+        let (postgres, url) = postgres::PostgresServer::shared();
+        let folder = tempfile::tempdir().unwrap();
+        let file = |name: &str| folder.path().join(name);
+        let on_redis = RedisStore::connect(&redis.url()).await.unwrap();
+        let sqlite = SqliteStore::open(file("one.db")).await.unwrap();
+        sqlite.migrate().await.unwrap();
+        let sqlite_leases = SqliteLeaseStore::open(file("leases.db")).await.unwrap();
+        sqlite_leases.migrate().await.unwrap();
+        let in_postgres = PostgresStore::connect(&url).await.unwrap();
+        in_postgres.migrate().await.unwrap();
+        // In a database of its own: the two kinds share a table.
+        let (_, url) = postgres::PostgresServer::shared();
+        let postgres_leases = PostgresLeaseStore::connect(&url).await.unwrap();
+        postgres_leases.migrate().await.unwrap();
+        let all: Vec<(_, Arc<dyn Store>)> = vec![
+            ("memory", Arc::new(MemoryStore::new())),
+            ("redis", Arc::new(on_redis)),
+            ("sqlite", Arc::new(sqlite)),
+            ("sqlite_leases", Arc::new(sqlite_leases)),
+            ("postgres", Arc::new(in_postgres)),
+            ("postgres_leases", Arc::new(postgres_leases)),
+        ];
+        Self { all, _redis: redis, _postgres: postgres, _folder: folder }
+    }
+}
+
+/// What is logged at every level, on all threads: stores have some of their own.
+///
+/// One subscriber for the whole program: with one for each test, a place in the code that is reached
+/// for the first time meanwhile may be taken for switched off.
 #[derive(Clone, Default)]
 struct Log(Arc<Mutex<Vec<u8>>>);
+
+impl Log {
+    fn install() -> &'static Self {
+        static LOG: OnceLock<Log> = OnceLock::new();
+        LOG.get_or_init(|| {
+            let log = Self::default();
+            let writer = log.clone();
+            tracing_subscriber::fmt()
+                .with_max_level(tracing::Level::TRACE)
+                .with_ansi(false)
+                .with_writer(move || writer.clone())
+                .init();
+            log
+        })
+    }
+
+    fn text(&self) -> String {
+        String::from_utf8(self.0.lock().unwrap().clone()).unwrap()
+    }
+}
 
 impl Write for Log {
     fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
@@ -171,18 +239,32 @@ async fn one_of_everything(app: &Router, key: &str, body: &str) {
 }
 
 #[tokio::test]
-async fn case_161_neither_logs_nor_metrics_hold_a_key_or_a_body() {
-    let log = Log::default();
-    let writer = log.clone();
-    let subscriber = tracing_subscriber::fmt()
-        .with_max_level(tracing::Level::TRACE)
-        .with_writer(move || writer.clone())
-        .finish();
-    let _logging = tracing::subscriber::set_default(subscriber);
+async fn case_161_neither_logs_nor_metrics_hold_a_key_or_a_body_and_spans_carry_the_hashed_one() {
+    let log = Log::install();
     let recorder = Box::leak(Box::new(PrometheusBuilder::new().build_recorder()));
     let _recording = metrics::set_default_local_recorder(recorder);
-    one_of_everything(&app(), SECRET, &format!("201 {SECRET}")).await;
-    let logged = String::from_utf8(log.0.lock().unwrap().clone()).unwrap();
+    let stores = Stores::start().await;
+    for (name, store) in &stores.all {
+        let key = format!("{SECRET} {name}");
+        let app = app_with(Arc::clone(store), ErrorFlavour::Problem);
+        one_of_everything(&app, &key, &format!("201 {SECRET}")).await;
+        let logged = log.text();
+        for (what, outcome) in [
+            ("run", "executed"),
+            ("run", "replayed"),
+            ("run", "mismatch"),
+            ("declined", "executed"),
+        ] {
+            let key = IdempotencyKey::new(&format!("{key} {what}")).unwrap();
+            let id = StorageKey::new(&Identity::of_parts([""; 0]), &key).log_id();
+            assert!(id.len() == 12 && id.bytes().all(|byte| byte.is_ascii_hexdigit()), "{id}");
+            let span = format!("idempotent_request{{key={id}");
+            let outcome = format!("outcome=\"{outcome}\"");
+            let told = |line: &str| line.contains(&span) && line.contains(&outcome);
+            assert!(logged.lines().any(told), "{name}, {what}: {span} {outcome} in\n{logged}");
+        }
+    }
+    let logged = log.text();
     assert!(logged.contains("idempotent request"), "{logged}");
     let counted = recorder.handle().render();
     assert!(counted.contains("idempotency_requests"), "{counted}");
@@ -245,35 +327,106 @@ async fn case_164_every_replay_is_marked_also_of_an_error_and_no_first_answer_is
     }
 }
 
-/// An answer of a kind that its body names.
-async fn kinds(body: String) -> axum::response::Response {
+/// Where handlers stop until they are let through.
+#[derive(Clone)]
+struct Gate {
+    entered: Arc<Semaphore>,
+    open: Arc<Semaphore>,
+}
+
+/// An answer of the kind that its body names.
+async fn kinds(State(gate): State<Gate>, body: String) -> axum::response::Response {
     use axum::response::IntoResponse as _;
-    if body == "none" {
-        return http::Response::new(Body::from("no type"));
+    gate.entered.add_permits(1);
+    gate.open.acquire().await.unwrap().forget();
+    match body.as_str() {
+        "none" => http::Response::new(Body::from("no type")),
+        _ => ([("content-type", body)], "a;b\r\n1;2").into_response(),
     }
-    tokio::time::sleep(Duration::from_millis(60)).await;
-    ([("content-type", body)], "a;b\r\n1;2").into_response()
+}
+
+/// The client stays, or leaves while the handler runs; the answer is stored by a lease store, or
+/// committed with the handler's transaction.
+#[tokio::test]
+async fn fault_b44_the_content_type_is_the_handlers_on_every_path() {
+    let types = ["text/csv", "text/plain; charset=iso-8859-1", "application/problem+json", "none"];
+    let stores = Stores::start().await;
+    for (store, kept) in &stores.all {
+        let gate = Gate { entered: Arc::new(Semaphore::new(0)), open: Arc::new(Semaphore::new(0)) };
+        let config = Config::builder().scope(Scope::global()).build().unwrap();
+        let layer = IdempotencyLayer::new(config, Arc::clone(kept));
+        let app = Router::new().route("/pay", post(kinds)).layer(layer);
+        let app = app.with_state(gate.clone());
+        for (path, leaves) in [("stays", false), ("leaves", true)] {
+            for content_type in types {
+                let key = format!("\"{path} {content_type}\"");
+                let headers = [("idempotency-key", key.as_str())];
+                if leaves {
+                    tokio::select! {
+                        _ = send(&app, &headers, content_type) => panic!("the gate is closed"),
+                        entered = gate.entered.acquire() => entered.unwrap().forget(),
+                    }
+                }
+                gate.open.add_permits(1);
+                for replay in [leaves, true] {
+                    let (status, headers, _) = send(&app, &headers, content_type).await;
+                    let what = format!("{store}, {path}, {content_type}");
+                    assert_eq!(status, 200, "{what}");
+                    assert_eq!(headers.contains_key("idempotent-replayed"), replay, "{what}");
+                    let got = headers.get("content-type").map(|value| value.to_str().unwrap());
+                    assert_eq!(got, (content_type != "none").then_some(content_type), "{what}");
+                }
+                if !leaves {
+                    gate.entered.acquire().await.unwrap().forget();
+                }
+            }
+        }
+    }
+}
+
+/// Bodies that are no text, or not the text that they are said to be.
+fn bodies() -> Vec<(&'static str, Option<&'static str>, Vec<u8>)> {
+    let mut random = vec![0; 1_000_000];
+    rand::rng().fill_bytes(&mut random);
+    let mut zip = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::best());
+    zip.write_all(&b"all work and no play ".repeat(100)).unwrap();
+    vec![
+        ("application/octet-stream", None, (0..=255).collect()),
+        ("text/plain", Some("gzip"), zip.finish().unwrap()),
+        ("application/octet-stream", None, random),
+        ("application/json", None, b"{\"name\":\"\xff\xfe\0\xc3\"}".to_vec()),
+    ]
 }
 
 #[tokio::test]
-async fn fault_b44_the_content_type_is_the_handlers_on_every_path() {
-    let config = Config::builder().scope(Scope::global()).build().unwrap();
-    let layer = IdempotencyLayer::new(config, MemoryStore::new());
-    let app = Router::new().route("/pay", post(kinds)).layer(layer);
-    let types = ["text/csv", "text/plain; charset=iso-8859-1", "application/problem+json", "none"];
-    for (path, leaves) in [("stays", false), ("leaves", true)] {
-        for content_type in types {
-            let key = format!("\"{path} {content_type}\"");
-            let headers = [("idempotency-key", key.as_str())];
-            if leaves {
-                let early = Duration::from_millis(10);
-                let left = tokio::time::timeout(early, send(&app, &headers, content_type)).await;
-                assert_eq!(left.is_err(), content_type != "none");
-            }
-            for _ in 0..2 {
-                let (_, headers, _) = send(&app, &headers, content_type).await;
-                let got = headers.get("content-type").map(|value| value.to_str().unwrap());
-                assert_eq!(got, (content_type != "none").then_some(content_type), "{path}");
+async fn fault_b33_bytes_that_are_no_text_come_back_from_every_store() {
+    let bodies = Arc::new(bodies());
+    let answers = Arc::clone(&bodies);
+    let give = move |number: String| {
+        let (media_type, encoding, body) = answers[number.parse::<usize>().unwrap()].clone();
+        let mut response = http::Response::builder().header("content-type", media_type);
+        if let Some(encoding) = encoding {
+            response = response.header("content-encoding", encoding);
+        }
+        std::future::ready(response.body(Body::from(body)).unwrap())
+    };
+    let stores = Stores::start().await;
+    for (store, kept) in &stores.all {
+        let config = Config::builder().scope(Scope::global()).build().unwrap();
+        let layer = IdempotencyLayer::new(config, Arc::clone(kept));
+        let app = Router::new().route("/pay", post(give.clone())).layer(layer);
+        for (number, (media_type, encoding, body)) in bodies.iter().enumerate() {
+            let number = number.to_string();
+            for replay in [false, true] {
+                let (status, headers, got) =
+                    send(&app, &[("idempotency-key", &number)], &number).await;
+                let what = format!("{store}, body {number}, replay {replay}");
+                assert_eq!(status, 200, "{what}");
+                assert_eq!(headers.contains_key("idempotent-replayed"), replay, "{what}");
+                assert!(got == body, "{what}: {} bytes became {}", body.len(), got.len());
+                let header = |name| headers.get(name).map(|value| value.to_str().unwrap());
+                assert_eq!(header("content-type"), Some(*media_type), "{what}");
+                assert_eq!(header("content-encoding"), *encoding, "{what}");
             }
         }
     }

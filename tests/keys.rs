@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use axum::Router;
 use axum::body::Body;
-use axum::extract::State;
+use axum::extract::{DefaultBodyLimit, State};
 use axum::routing::post;
 use bytes::Bytes;
 use http::header::CONTENT_TYPE;
@@ -35,7 +35,8 @@ impl Shop {
 
     fn on(store: Arc<dyn Store>, runs: Arc<AtomicUsize>, rules: ConfigBuilder) -> Self {
         let layer = IdempotencyLayer::new(rules.build().unwrap(), Arc::clone(&store));
-        let app = Router::new().route("/pay", post(pay)).layer(layer);
+        let app = Router::new().route("/pay", post(pay)).layer(DefaultBodyLimit::disable());
+        let app = app.layer(layer);
         Self { store, app: app.with_state(Arc::clone(&runs)), runs }
     }
 
@@ -116,6 +117,12 @@ impl Got {
         let code = format!("idempotency_{code}");
         assert_eq!((self.status.as_u16(), body["code"].as_str()), (status, Some(code.as_str())));
     }
+
+    /// What a refusal says.
+    fn detail(&self) -> String {
+        let body: serde_json::Value = serde_json::from_slice(&self.body).unwrap();
+        body["detail"].as_str().unwrap().to_owned()
+    }
 }
 
 fn rules() -> ConfigBuilder {
@@ -173,7 +180,12 @@ async fn what_is_no_key_in_the_body_is_refused_and_what_is_none_is_missing() {
     for missing in
         ["{}", r#"{"idempotency_key":null}"#, r#"{"a":{"idempotency_key":"k"}}"#, "{", ""]
     {
-        shop.json(missing).await.refused(400, "key_missing");
+        let got = shop.json(missing).await;
+        got.refused(400, "key_missing");
+        // Whoever sent it somewhere else is told where it was looked for.
+        for place in ["idempotency-key", "/idempotency_key", "application/json"] {
+            assert!(got.detail().contains(place), "{place} in {}", got.detail());
+        }
     }
     let other =
         Ask { content_type: "text/plain", body: r#"{"idempotency_key":"k"}"#, headers: &[] };
@@ -207,15 +219,23 @@ async fn where_it_is_optional_a_request_without_a_key_runs_with_its_whole_body()
 async fn a_body_that_cannot_be_read_to_its_end_never_runs_without_its_key() {
     let shop = Shop::new(from_body().missing_key(MissingKey::PassThrough));
     let deep = "[".repeat(127) + &"]".repeat(127);
-    for value in [
-        r#""cut \ud83d""#,
-        "1e400",
-        &deep,
-        r#"{"$serde_json::private::RawValue":"1"}"#,
-        r#"{"\u0024serde_json::private::Number":"1"}"#,
+    // Each refusal says what it is that cannot be read, and of several only what is true.
+    let reasons =
+        ["half of a surrogate", "greater than a double", "127 levels", "twice", "reserved"];
+    for (value, reason) in [
+        (r#""cut \ud83d""#, reasons[0]),
+        ("1e400", reasons[1]),
+        (&deep, reasons[2]),
+        (r#"{"a":1,"a":2}"#, reasons[3]),
+        (r#"{"$serde_json::private::RawValue":"1"}"#, reasons[4]),
+        (r#"{"\u0024serde_json::private::Number":"1"}"#, reasons[4]),
     ] {
         let body = format!(r#"{{"idempotency_key":"k","amount":5,"note":{value}}}"#);
-        shop.json(&body).await.refused(400, "key_invalid");
+        let got = shop.json(&body).await;
+        got.refused(400, "key_invalid");
+        let said = got.detail();
+        let named: Vec<_> = reasons.into_iter().filter(|reason| said.contains(reason)).collect();
+        assert_eq!(named, [reason], "{said}");
     }
     let hidden = r#"{"$serde_json::private::RawValue":"{\"idempotency_key\":\"k\"}"}"#;
     shop.json(hidden).await.refused(400, "key_invalid");
@@ -294,6 +314,10 @@ async fn the_same_in_other_bytes_is_a_replay_where_asked_and_422_by_default() {
     let (one, two) = (multipart("one"), multipart("two"));
     let pairs = [
         ((JSON, r#"{"a":1,"b":2}"#), (JSON, "{ \"b\": 2,\n\"a\": 1 }")),
+        (
+            (JSON, r#"{"a":1,"to":{"bank":{"iban":"x","bic":"y"},"lines":[{"n":1,"m":2}]}}"#),
+            (JSON, r#"{"to":{"lines":[{"m":2,"n":1}],"bank":{"bic":"y","iban":"x"}},"a":1}"#),
+        ),
         ((JSON, r#"{"a":1}"#), ("application/json; charset=utf-8", r#"{"a":1.0}"#)),
         ((FORM, "a=x+y&b=1"), (FORM, "b=1&a=x%20y")),
         ((one.0.as_str(), one.1.as_str()), (two.0.as_str(), two.1.as_str())),
@@ -307,6 +331,69 @@ async fn the_same_in_other_bytes_is_a_replay_where_asked_and_422_by_default() {
         strict.keyed(first_type, first).await.ran();
         strict.keyed(second_type, second).await.refused(422, "key_reused");
     }
+}
+
+/// Fault B71: only what says that it is JSON is read as JSON.
+#[tokio::test]
+async fn what_is_no_json_by_its_type_is_compared_byte_for_byte_in_canonical_mode_too() {
+    let (one, other) = (r#"{"a":1,"b":2}"#, r#"{"b":2,"a":1}"#);
+    for content_type in ["text/plain", "text/plain; charset=utf-8", "application/jsonl", FORM, ""] {
+        let shop = Shop::new(rules().fingerprint(Recipe::new().canonical_json()));
+        shop.keyed(content_type, one).await.ran();
+        shop.keyed(content_type, one).await.replayed();
+        shop.keyed(content_type, other).await.refused(422, "key_reused");
+        assert_eq!(shop.runs(), 1);
+    }
+    // The order of a form's fields is that of bytes as well, unless forms are read.
+    let shop = Shop::new(rules().fingerprint(Recipe::new().canonical_json()));
+    shop.keyed(FORM, "a=1&b=2").await.ran();
+    shop.keyed(FORM, "b=2&a=1").await.refused(422, "key_reused");
+}
+
+/// A multipart body of these parts, and its type.
+fn multipart(boundary: &str, parts: &[(&str, &str)]) -> (String, String) {
+    let mut body = String::new();
+    for (name, content) in parts {
+        body += &format!(
+            "--{boundary}\r\nContent-Disposition: form-data; name=\"{name}\"\r\n\r\n{content}\r\n"
+        );
+    }
+    body += &format!("--{boundary}--\r\n");
+    (format!("multipart/form-data; boundary={boundary}"), body)
+}
+
+/// Fault B73: the boundary alone does not count; the parts, what is in them and their order do.
+#[tokio::test]
+async fn a_multipart_body_is_its_parts_in_their_order_however_large() {
+    // Five megabytes, with lines in it that look like other boundaries.
+    let scan = "--two\r\n--one-\r\nall work and no play\r\n".repeat(5_000_000 / 40);
+    let patched = format!("{}!", &scan[..scan.len() - 1]);
+    let first = [("amount", "5"), ("scan", scan.as_str())];
+    let send = async |shop: &Shop, boundary: &str, parts: &[(&str, &str)]| {
+        let (media_type, body) = multipart(boundary, parts);
+        shop.keyed(&media_type, &body).await
+    };
+    let large = || rules().request_limit(8 << 20);
+    let patient = Shop::new(large().fingerprint(Recipe::new().multipart_parts()));
+    send(&patient, "boundary-1", &first).await.ran();
+    send(&patient, "boundary-2", &first).await.replayed();
+    for other in [
+        [("scan", scan.as_str()), ("amount", "5")],
+        [("amount", "5"), ("scan", patched.as_str())],
+        [("amount", "6"), ("scan", scan.as_str())],
+        [("amount", "5"), ("photo", scan.as_str())],
+    ] {
+        send(&patient, "boundary-1", &other).await.refused(422, "key_reused");
+        send(&patient, "boundary-3", &other).await.refused(422, "key_reused");
+    }
+    send(&patient, "boundary-1", &first[..1]).await.refused(422, "key_reused");
+    send(&patient, "boundary-3", &first).await.replayed();
+    assert_eq!(patient.runs(), 1);
+
+    let strict = Shop::new(large());
+    send(&strict, "boundary-1", &first).await.ran();
+    send(&strict, "boundary-2", &first).await.refused(422, "key_reused");
+    send(&strict, "boundary-1", &first).await.replayed();
 }
 
 #[tokio::test]

@@ -4,8 +4,8 @@
 #![allow(clippy::result_large_err, reason = "tower-http's trait for validation wants a response")]
 
 use std::io::{Read as _, Write as _};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use axum::Router;
@@ -15,8 +15,8 @@ use axum::response::{IntoResponse, Response};
 use axum::routing::post;
 use bytes::Bytes;
 use http::header::{
-    ACCEPT_ENCODING, ACCESS_CONTROL_ALLOW_ORIGIN, AUTHORIZATION, CONTENT_ENCODING, CONTENT_TYPE,
-    ORIGIN, VARY,
+    ACCEPT_ENCODING, ACCESS_CONTROL_ALLOW_ORIGIN, AUTHORIZATION, CONTENT_ENCODING, CONTENT_LENGTH,
+    CONTENT_TYPE, ORIGIN, VARY,
 };
 use http::{HeaderMap, HeaderName, HeaderValue, Request, StatusCode};
 use http_body_util::BodyExt as _;
@@ -116,9 +116,16 @@ async fn send(app: &Router, request: Request<Body>) -> Got {
 }
 
 fn zipped(text: &str) -> Request<Body> {
-    let mut zip = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::default());
+    zipped_at(text, flate2::Compression::default())
+}
+
+/// With its length, as a client sends it.
+fn zipped_at(text: &str, level: flate2::Compression) -> Request<Body> {
+    let mut zip = flate2::write::GzEncoder::new(Vec::new(), level);
     zip.write_all(text.as_bytes()).unwrap();
-    keyed().header(CONTENT_ENCODING, "gzip").body(Body::from(zip.finish().unwrap())).unwrap()
+    let zip = zip.finish().unwrap();
+    let request = keyed().header(CONTENT_ENCODING, "gzip").header(CONTENT_LENGTH, zip.len());
+    request.body(Body::from(zip)).unwrap()
 }
 
 #[tokio::test]
@@ -189,6 +196,65 @@ async fn row_decompression() {
     assert_eq!(send(&inside, plain()).await.code(), "idempotency_key_reused");
     assert!(send(&inside, zipped("1999")).await.is_replay());
     assert_eq!(shop.effects(), 1);
+}
+
+/// Fault B75: one text at several levels of gzip, and what the handler is told of the body's form.
+#[tokio::test]
+async fn fault_b75_another_level_of_gzip_and_the_headers_that_the_handler_sees() {
+    use flate2::Compression;
+    let text = "all work and no play makes jack a dull boy. ".repeat(20);
+    let levels = [Compression::best(), Compression::none(), Compression::fast()];
+    let given = Arc::new(Mutex::new(Vec::new()));
+    let routes = || {
+        let given = Arc::clone(&given);
+        let note = async move |headers: HeaderMap, body: Bytes| {
+            let of = |name| headers.get(name).map(|it: &HeaderValue| it.to_str().unwrap().into());
+            let (coding, length) = (of(CONTENT_ENCODING), of(CONTENT_LENGTH));
+            given.lock().unwrap().push((coding, length, body));
+        };
+        Router::new().route("/pay", post(note))
+    };
+    let run = || -> (Option<String>, Option<String>, Bytes) {
+        let mut runs = given.lock().unwrap();
+        assert_eq!(runs.len(), 1);
+        runs.pop().unwrap()
+    };
+    let plain =
+        || keyed().header(CONTENT_LENGTH, text.len()).body(Body::from(text.clone())).unwrap();
+
+    // Outside: all forms are one request, and no header speaks of the form that is gone.
+    for first in levels {
+        let outside = routes().layer(ours()).layer(RequestDecompressionLayer::new());
+        assert!(!send(&outside, zipped_at(&text, first)).await.is_replay());
+        for level in levels {
+            assert!(send(&outside, zipped_at(&text, level)).await.is_replay(), "{level:?}");
+        }
+        assert!(send(&outside, plain()).await.is_replay());
+        let (coding, length, body) = run();
+        assert_eq!((coding, &body[..]), (None, text.as_bytes()));
+        assert!(length.is_none_or(|length| length == body.len().to_string()));
+    }
+
+    // Inside: bytes are compared as they came, and the handler sees no more of gzip than before.
+    let inside = routes().layer(RequestDecompressionLayer::new()).layer(ours());
+    assert!(!send(&inside, zipped_at(&text, levels[0])).await.is_replay());
+    for level in &levels[1..] {
+        let code = send(&inside, zipped_at(&text, *level)).await.code();
+        assert_eq!(code, "idempotency_key_reused", "{level:?}");
+    }
+    assert_eq!(send(&inside, plain()).await.code(), "idempotency_key_reused");
+    assert!(send(&inside, zipped_at(&text, levels[0])).await.is_replay());
+    let (coding, length, body) = run();
+    assert_eq!((coding, &body[..]), (None, text.as_bytes()));
+    assert!(length.is_none_or(|length| length == body.len().to_string()));
+
+    // Nowhere: the handler has the bytes as they came, and both headers describe them.
+    let nowhere = routes().layer(ours());
+    assert!(!send(&nowhere, zipped_at(&text, levels[0])).await.is_replay());
+    let (coding, length, body) = run();
+    assert_eq!(coding.as_deref(), Some("gzip"));
+    assert_eq!(length, Some(body.len().to_string()));
+    assert!(body.len() < text.len() && body.starts_with(b"\x1f\x8b"));
 }
 
 #[tokio::test]

@@ -20,7 +20,8 @@ use serde_json::Value;
 use tower::{Layer as _, ServiceExt as _};
 use tower_idempotency::store::{Fault, Faulty, Verb};
 use tower_idempotency::{
-    Config, IdempotencyLayer, MemoryStore, Outcome, Scope, StoreDown, StoreErrorKind,
+    Config, IdempotencyLayer, JsonPointer, MemoryStore, Outcome, Recipe, Scope, StoreDown,
+    StoreErrorKind,
 };
 
 /// A recorder that keeps everything.
@@ -378,4 +379,41 @@ async fn one_span_says_what_became_of_a_request_and_no_secret_is_in_it() {
     for secret in [SECRET, "4242424242424242", "sk_live_1"] {
         assert!(!log.contains(secret), "{secret} in\n{log}");
     }
+}
+
+/// Fault B74: whoever misspells an excluded field is told so where operators look, once for each.
+#[tokio::test(start_paused = true)]
+async fn an_excluded_field_that_never_comes_is_warned_of_once() {
+    let log = Log::install();
+    let recipe = ["/sent_at", "/amunt", "/auth/tokn"].map(JsonPointer::from_static).into_iter();
+    let recipe = recipe.fold(Recipe::new().canonical_json(), Recipe::exclude);
+    let config = Config::builder().scope(Scope::global()).fingerprint(recipe).build().unwrap();
+    let layer = IdempotencyLayer::new(config, MemoryStore::new());
+    // Two routes that share the recipe, as one that is made by `with_config`, count together.
+    let services = [layer.clone(), layer].map(|it| it.layer(tower::service_fn(handler)));
+    let warnings = |pointer: &str| {
+        let field = format!("pointer=\"{pointer}\"");
+        let of_it = |line: &&str| line.contains("WARN") && line.contains(&field);
+        log.text().lines().filter(of_it).count()
+    };
+    for number in 0..300 {
+        let request = Request::post("/pay").header("idempotency-key", number.to_string());
+        let request = request.header("content-type", "application/json");
+        let body = format!(
+            r#"{{"amount":{number},"auth":{{"token":"t"}}{}}}"#,
+            match number {
+                150 => r#","sent_at":1"#,
+                _ if number < 99 => r#","sent_at":2"#,
+                _ => "",
+            }
+        );
+        let request = request.body(Full::from(body)).unwrap();
+        services[number % 2].clone().oneshot(request).await.unwrap();
+        let told = usize::from(number >= 99);
+        assert_eq!(warnings("/amunt"), told, "after {} bodies", number + 1);
+        assert_eq!(warnings("/auth/tokn"), told, "after {} bodies", number + 1);
+    }
+    assert_eq!(warnings("/sent_at"), 0);
+    let log = log.text();
+    assert!(log.contains("is it misspelt?") && !log.contains("\"token\""), "{log}");
 }

@@ -52,8 +52,11 @@ async fn the_routes_in_stripes_shape_take_forms_and_need_no_key() {
     let json = pay.clone().key("j").json(r#"{"amount":1999,"currency":"usd"}"#);
     check(&sandbox.send(json).await, 415, "unsupported_media_type");
     check(&sandbox.send(pay.clone().key("k,")).await, 400, "idempotency_key_invalid");
-    let both = form("/v1/refunds", "charge=ch_1&payment_intent=pi_1");
-    check(&sandbox.send(both).await, 400, "parameter_missing");
+    let both = sandbox.send(form("/v1/refunds", "charge=ch_1&payment_intent=pi_1")).await;
+    check(&both, 400, "parameters_exclusive");
+    assert_eq!(both.json()["error"]["type"], "invalid_request_error");
+    assert!(both.json()["error"]["message"].as_str().unwrap().contains("charge, payment_intent"));
+    check(&sandbox.send(form("/v1/refunds", "amount=1")).await, 400, "parameter_missing");
     let other = form("/v1/refunds", "charge=pi_1");
     check(&sandbox.send(other).await, 404, "resource_missing");
     let twice = form("/v1/charges", "amount=1&amount=2&currency=usd");

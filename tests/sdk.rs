@@ -13,6 +13,8 @@ use futures_util::future::join_all;
 use serde_json::{Value, json};
 use tokio::sync::Semaphore;
 
+#[path = "support/narrow.rs"]
+mod narrow;
 #[path = "support/proxy.rs"]
 #[allow(dead_code, unreachable_pub, reason = "each test program uses a part of it")]
 mod proxy;
@@ -25,6 +27,7 @@ mod sdk;
 #[allow(dead_code, unreachable_pub, reason = "each test program uses a part of it")]
 mod tools;
 
+use narrow::Narrow;
 use proxy::{Fate, Proxy};
 use sandbox::{Call, Sandbox};
 use sdk::{Language, Outcome, Sdk};
@@ -174,25 +177,81 @@ async fn case_170_a_truncated_answer_is_not_retried_and_the_same_key_gets_the_wh
     }
 }
 
+/// What the client of a slow handler gives up on: three tenths of a second an answer.
+const HASTE: Duration = Duration::from_millis(300);
+
+/// One payment by a client that gives up after [`HASTE`]: what became of it, and in how many requests.
+async fn hastily(shop: &Shop, language: Language, source: &str) -> (Outcome, u64) {
+    let sdk = Sdk::start_with(language, &shop.proxy.url(), HASTE);
+    let exchanges = shop.proxy.exchanges();
+    let paid = sdk.call("intents.create", intent(9, source), key("k")).await;
+    (paid, shop.proxy.exchanges() - exchanges)
+}
+
+/// The same payment by a client with time; there was one charge however often it was asked for.
+async fn patiently(shop: &Shop, language: Language, source: &str) {
+    let sdk = shop.client(language);
+    let mut paid = sdk.call("intents.create", intent(9, source), key("k")).await;
+    while let Outcome::Error(error) = &paid {
+        assert_eq!(error["code"], "idempotency_key_in_use", "{language:?} {error}");
+        paid = sdk.call("intents.create", intent(9, source), key("k")).await;
+    }
+    assert!(paid.is_replay(), "{language:?} {paid:?}");
+    assert_eq!(shop.charges().await, 1, "{language:?}");
+}
+
+/// Without any wait at the server: a time-out, a 409, and what the third request finds.
 #[tokio::test]
 async fn case_171_a_handler_slower_than_the_client_ends_in_the_replay_or_in_a_typed_error() {
-    let shop = Shop::open(&["--wait", "0"]).await;
-    for language in Language::ALL {
-        let sdk = Sdk::start_with(language, &shop.proxy.url(), Duration::from_millis(300));
-        let (before, exchanges) = (shop.charges().await, shop.proxy.exchanges());
-        let pay = || {
-            sdk.call("intents.create", intent(9, "tok_slow_1000"), key(&format!("{language:?}")))
-        };
-        let first = pay().await;
-        assert!(shop.proxy.exchanges() - exchanges <= 3, "{language:?}");
-        match &first {
-            Outcome::Object(_) => assert!(first.is_replay(), "{first:?}"),
-            Outcome::Error(error) => assert_eq!(error["status"], 409, "{first:?}"),
+    join_all(Language::ALL.map(async |language| {
+        // Half a second after the first attempt the handler runs still; when the third request comes,
+        // half a second to one later, it may have ended.
+        let shop = Shop::open(&["--wait", "0"]).await;
+        let (ended, requests) = hastily(&shop, language, "tok_slow_1500").await;
+        assert_eq!(requests, 3, "{language:?} {ended:?}");
+        match &ended {
+            Outcome::Object(_) => assert!(ended.is_replay(), "{language:?} {ended:?}"),
+            Outcome::Error(error) => {
+                assert_eq!(error["status"], 409, "{language:?} {error}");
+                assert_eq!(error["code"], "idempotency_key_in_use", "{language:?} {error}");
+            }
         }
-        tokio::time::sleep(Duration::from_millis(1000)).await;
-        assert!(pay().await.is_replay());
-        assert_eq!(shop.charges().await - before, 1);
-    }
+        patiently(&shop, language, "tok_slow_1500").await;
+        // This one certainly runs on.
+        let shop = Shop::open(&["--wait", "0"]).await;
+        let (busy, requests) = hastily(&shop, language, "tok_slow_5000").await;
+        assert_eq!(requests, 3, "{language:?} {busy:?}");
+        assert_eq!(busy.error()["status"], 409, "{language:?} {busy:?}");
+        assert_eq!(busy.error()["code"], "idempotency_key_in_use", "{language:?} {busy:?}");
+    }))
+    .await;
+}
+
+/// A wait that ends before the client's patience does turns the 409 into the answer.
+#[tokio::test]
+async fn case_171_a_wait_shorter_than_the_clients_patience_saves_a_request() {
+    join_all(Language::ALL.map(async |language| {
+        let shop = Shop::open(&["--wait", "0.2"]).await;
+        // Over when the retry, which comes after eight tenths of a second, has not waited long.
+        let (paid, requests) = hastily(&shop, language, "tok_slow_850").await;
+        assert!(paid.is_replay(), "{language:?} {paid:?}");
+        assert_eq!(requests, 2, "{language:?} {paid:?}");
+        patiently(&shop, language, "tok_slow_850").await;
+    }))
+    .await;
+}
+
+/// A wait that is longer than the client's patience is none for it: no answer ever comes in time.
+#[tokio::test]
+async fn case_171_a_wait_longer_than_the_clients_patience_ends_in_a_connection_error() {
+    join_all(Language::ALL.map(async |language| {
+        let shop = Shop::open(&["--wait", "2"]).await;
+        let (lost, requests) = hastily(&shop, language, "tok_slow_5000").await;
+        assert_eq!(lost.class(), language.connection_error(), "{lost:?}");
+        assert_eq!(requests, 3, "{language:?} {lost:?}");
+        patiently(&shop, language, "tok_slow_5000").await;
+    }))
+    .await;
 }
 
 #[tokio::test]
@@ -349,6 +408,39 @@ async fn case_177_a_429_is_not_retried_and_frees_the_key() {
         let paid = sdk.call("intents.create", intent(16, "tok_visa"), options).await;
         assert!(!paid.is_replay());
         assert_eq!(shop.charges().await - before, 1);
+    }
+}
+
+#[tokio::test]
+async fn case_177_a_429_that_asks_for_a_retry_is_retried_and_gets_its_object() {
+    for language in Language::ALL {
+        let shop = Narrow::start().await;
+        let sdk = Arc::new(Sdk::start(language, &shop.url));
+        let pay = |options: Value| {
+            let sdk = Arc::clone(&sdk);
+            let call =
+                async move { sdk.call("intents.create", intent(16, "tok_visa"), options).await };
+            tokio::spawn(call)
+        };
+        let first = pay(key("first"));
+        shop.entered.acquire().await.unwrap().forget();
+        // Without retries it is the client's own class of error.
+        let none = json!({ "max_network_retries": 0, "idempotency_key": "none" });
+        let limited = pay(none).await.unwrap();
+        assert_eq!(limited.class(), language.class("RateLimitError"), "{limited:?}");
+        assert_eq!(limited.error()["code"], "idempotency_too_many_in_flight", "{limited:?}");
+        assert_eq!(shop.told("none"), [429], "{language:?}");
+        // With them it comes again, and meanwhile there is room.
+        let second = pay(key("second"));
+        while shop.told("second").is_empty() {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+        shop.open.add_permits(2);
+        let second = second.await.unwrap();
+        assert_eq!(second.object()["id"], "pi_1", "{language:?} {second:?}");
+        assert_eq!(shop.told("second"), [429, 200], "{language:?}");
+        assert_eq!(first.await.unwrap().object()["id"], "pi_1");
+        assert_eq!(shop.told("first"), [200], "{language:?}");
     }
 }
 

@@ -5,6 +5,11 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
+#[path = "support/named.rs"]
+mod named;
+
+use named::tests_in;
+
 /// The faults of sections B to G; the numbering has gaps.
 const FAULTS: &[std::ops::RangeInclusive<u32>] =
     &[17..=17, 19..=27, 29..=35, 37..=39, 41..=49, 51..=57, 59..=71, 73..=75];
@@ -33,17 +38,13 @@ fn source(module: &str) -> PathBuf {
     path.join(module).with_extension("rs")
 }
 
-/// True if there is such a function, and something makes a test of it.
+/// True if there is such a test.
 fn is_test(name: &str) -> bool {
     let (module, function) = name.rsplit_once("::").expect("file::function");
     let path = source(module);
     let text =
         fs::read_to_string(&path).unwrap_or_else(|_| panic!("{name}: no {}", path.display()));
-    let declared = [format!("fn {function}("), format!("fn {function}<")];
-    let Some(at) = declared.iter().find_map(|declared| text.find(declared)) else { return false };
-    // An attribute above it; or, for one that runs on several stores, its name in a list of tests.
-    let before = text[..at].lines().rev().take(4).any(|line| line.contains("test"));
-    before || text.matches(function).count() > 1 || text[..at].contains("proptest!")
+    tests_in(&text).contains(function)
 }
 
 #[track_caller]
@@ -75,6 +76,61 @@ fn every_fault_stands_in_its_table_once_with_tests_that_exist() {
 #[test]
 fn the_checker_knows_what_is_no_test() {
     assert!(is_test("layers::row_cors"));
+    assert!(is_test("transaction::a_refusal_may_keep_its_writes"), "on two databases");
+    assert!(is_test("fuzzing::any_bytes_are_a_response_that_stays_the_same_or_none"), "proptest");
     assert!(!is_test("layers::row_nothing"));
     assert!(!is_test("layers::keyed_nothing"));
+    assert!(!is_test("layers::zipped"), "a helper, however often it is used");
+    assert!(!is_test("sandbox::sources_do_what_they_say"), "a helper of three tests");
+    assert!(!is_test("transaction::on_sqlite"), "a helper beside a list of tests");
+}
+
+#[test]
+fn the_checker_reads_attributes_and_lists() {
+    let text = "
+#[test]
+fn plain() {}
+
+/// Says something.
+#[tokio::test(start_paused = true)]
+#[allow(clippy::unwrap_used)]
+// cases: 1
+async fn with_more_attributes() {}
+
+#[test]
+#[ignore = \"slow\"]
+fn ignored() {}
+
+#[allow(dead_code)]
+fn helper_after_a_test() {}
+
+#[test]
+struct NoFunction;
+fn after_no_function() {}
+
+// #[test]
+fn commented_out() {}
+
+suite! {
+    promised,
+}
+
+both! {
+    listed(config());
+    listed_too(
+        config().wait(secs(1))
+    );
+}
+
+fn listed_nowhere(listed: u8) {}
+
+proptest! {
+    #[test]
+    fn generated(bytes: Vec<u8>) {}
+}
+";
+    let tests: Vec<String> = tests_in(text).into_iter().collect();
+    let expected =
+        ["generated", "listed", "listed_too", "plain", "promised", "with_more_attributes"];
+    assert_eq!(tests, expected);
 }

@@ -114,9 +114,13 @@ pub(crate) async fn create_refund(
     let id = match (form.text("payment_intent")?, form.text("charge")?) {
         (Some(id), None) => View::Intent.payment_id(id),
         (None, Some(id)) => View::Charge.payment_id(id),
-        (None, None) | (Some(_), Some(_)) => {
-            let message = "name one of payment_intent and charge";
+        (None, None) => {
+            let message = "one of these parameters is required: charge, payment_intent";
             return Err(ApiError::invalid("parameter_missing", message));
+        }
+        (Some(_), Some(_)) => {
+            let message = "You may only specify one of these parameters: charge, payment_intent.";
+            return Err(ApiError::invalid("parameters_exclusive", message));
         }
     };
     let id = id.ok_or_else(|| ApiError::not_found("payment"))?;

@@ -12,7 +12,10 @@ use serde::Deserialize;
 use serde::de::{Deserializer, Error, IgnoredAny, MapAccess, SeqAccess, Visitor};
 use serde_json::Value;
 
-/// A place in a JSON document (RFC 6901), such as `/payment/sent_at`.
+use crate::key::BodyDoubt;
+
+/// A place in a JSON document (RFC 6901), such as `/payment/sent_at`. The whole document, which RFC 6901
+/// names by the empty string, is none: nobody's key is a whole body, and to exclude it would compare nothing.
 ///
 /// # Example
 /// ```
@@ -28,14 +31,28 @@ pub struct JsonPointer(Arc<str>);
 
 /// A text that is no JSON pointer to a part of a document.
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
-#[error("{0:?} is no JSON pointer: one starts with a slash, as in /payment/sent_at (RFC 6901)")]
+#[error("{}", self.reason())]
 pub struct JsonPointerError(String);
+
+impl JsonPointerError {
+    fn reason(&self) -> String {
+        if self.0.is_empty() {
+            return "the empty JSON pointer is the whole document (RFC 6901); name a part of it, as in \
+                    /payment/sent_at"
+                .to_owned();
+        }
+        format!(
+            "{:?} is no JSON pointer: one starts with a slash, as in /payment/sent_at (RFC 6901)",
+            self.0
+        )
+    }
+}
 
 impl JsonPointer {
     /// A pointer that is written in the program.
     ///
     /// # Panics
-    /// If it does not start with a slash.
+    /// If it does not start with a slash, or is empty, which would be the whole document.
     #[must_use]
     #[track_caller]
     pub fn from_static(text: &'static str) -> Self {
@@ -99,27 +116,61 @@ fn unescaped(token: &str) -> String {
 pub(crate) enum Unreadable {
     /// It is no JSON.
     Malformed,
-    /// Readers of it may disagree: a member is given twice, a value is beyond this reader (nested too
-    /// deeply, a number too great, half a surrogate pair), or a name is one that the reader uses itself.
-    Ambiguous,
+    /// Readers of it may disagree.
+    Ambiguous(BodyDoubt),
 }
 
 /// Reads a document in which every member is given once.
 pub(crate) fn read(body: &[u8]) -> Result<Value, Unreadable> {
     if names_a_marker(body) {
-        return Err(Unreadable::Ambiguous);
+        return Err(Unreadable::Ambiguous(BodyDoubt::ReservedName));
     }
     // A handler that does not look at a value does not stumble over it either: what it would accept
     // is not taken for something else than JSON.
     let beyond = |_| match serde_json::from_slice::<IgnoredAny>(body) {
-        Ok(_) => Unreadable::Ambiguous,
+        Ok(_) => Unreadable::Ambiguous(beyond_the_reader(body)),
         Err(_) => Unreadable::Malformed,
     };
     let document = serde_json::from_slice(body).map_err(beyond)?;
     // Another pass: whatever another crate makes of numbers in `Value`, this one looks at names only.
-    serde_json::from_slice::<Unique>(body).map_err(|_| Unreadable::Ambiguous)?;
+    let twice = |_| Unreadable::Ambiguous(BodyDoubt::MemberTwice);
+    serde_json::from_slice::<Unique>(body).map_err(twice)?;
     Ok(document)
 }
+
+/// What the reader could not hold of a body that is JSON. It gives three things up, and says which in
+/// words only.
+fn beyond_the_reader(body: &[u8]) -> BodyDoubt {
+    let (mut rest, mut depth) = (body, 0_usize);
+    let mut too_great = false;
+    while let Some((&first, tail)) = rest.split_first() {
+        rest = match first {
+            b'"' => after_string(tail),
+            b'[' | b'{' => {
+                depth += 1;
+                if depth >= TOO_DEEP {
+                    return BodyDoubt::TooDeep;
+                }
+                tail
+            }
+            b']' | b'}' => {
+                depth = depth.saturating_sub(1);
+                tail
+            }
+            b'-' | b'0'..=b'9' => {
+                let (number, tail) = rest.split_at(end_of_number(rest));
+                let double = std::str::from_utf8(number).ok().and_then(|it| it.parse().ok());
+                too_great |= double.is_none_or(f64::is_infinite);
+                tail
+            }
+            _ => tail,
+        };
+    }
+    if too_great { BodyDoubt::NumberTooGreat } else { BodyDoubt::LoneSurrogate }
+}
+
+/// The reader ends at this level.
+const TOO_DEEP: usize = 128;
 
 /// How the names begin by which `serde_json` marks raw values and numbers within itself. An object
 /// of a client with such a member would be read as the text within it.
@@ -254,10 +305,7 @@ fn numbers_are_exact(body: &[u8]) -> bool {
         rest = match first {
             b'"' => after_string(tail),
             b'-' | b'0'..=b'9' => {
-                let of_number =
-                    |byte: &u8| matches!(byte, b'0'..=b'9' | b'+' | b'-' | b'.' | b'e' | b'E');
-                let end = rest.iter().position(|byte| !of_number(byte)).unwrap_or(rest.len());
-                let (number, tail) = rest.split_at(end);
+                let (number, tail) = rest.split_at(end_of_number(rest));
                 if !is_exact(number) {
                     return false;
                 }
@@ -269,7 +317,12 @@ fn numbers_are_exact(body: &[u8]) -> bool {
     true
 }
 
-#[cfg(feature = "json")]
+/// Where the number ends that a text begins with.
+fn end_of_number(text: &[u8]) -> usize {
+    let of_number = |byte: &u8| matches!(byte, b'0'..=b'9' | b'+' | b'-' | b'.' | b'e' | b'E');
+    text.iter().position(|byte| !of_number(byte)).unwrap_or(text.len())
+}
+
 fn after_string(mut rest: &[u8]) -> &[u8] {
     while let Some((&first, tail)) = rest.split_first() {
         match first {
@@ -368,6 +421,28 @@ mod tests {
     }
 
     #[test]
+    fn what_cannot_be_read_says_why() {
+        let deep = format!("{}{}", "[".repeat(128), "]".repeat(128));
+        let as_deep_as_it_may = format!("[{}{}, 1e400]", "[".repeat(126), "]".repeat(126));
+        for (body, doubt) in [
+            (r#"{"a":1,"a":2}"#, BodyDoubt::MemberTwice),
+            (r#"{"a":{"b":1,"\u0062":2}}"#, BodyDoubt::MemberTwice),
+            (&deep, BodyDoubt::TooDeep),
+            (&as_deep_as_it_may, BodyDoubt::NumberTooGreat),
+            ("[1e400]", BodyDoubt::NumberTooGreat),
+            (r#"{"a":"1e400 \" [[","b":-1.5E+999}"#, BodyDoubt::NumberTooGreat),
+            (r#"{"a":"\ud83d"}"#, BodyDoubt::LoneSurrogate),
+            (r#"{"1e400":12,"\udc00":1}"#, BodyDoubt::LoneSurrogate),
+            (r#"{"$serde_json::private::RawValue":"1"}"#, BodyDoubt::ReservedName),
+        ] {
+            assert_eq!(read(body.as_bytes()), Err(Unreadable::Ambiguous(doubt)), "{body}");
+        }
+        for malformed in ["", "{", "1e", "[1,]", "nul"] {
+            assert_eq!(read(malformed.as_bytes()), Err(Unreadable::Malformed), "{malformed}");
+        }
+    }
+
+    #[test]
     fn digits_in_strings_are_no_numbers() {
         let long = r#"{"card":"4242424242424242424242","\"1e999":"\\"}"#;
         assert!(text(long).is_some());
@@ -392,7 +467,9 @@ mod tests {
         for missing in ["/b", "/a/l/2", "/a/l/-", "/a/l/x", "/a/b~1c/d"] {
             assert!(!JsonPointer::from_static(missing).remove(&mut document()), "{missing}");
         }
-        assert!("".parse::<JsonPointer>().is_err(), "the whole document is no part of it");
+        let refused = |text: &str| text.parse::<JsonPointer>().unwrap_err().to_string();
+        assert!(refused("").contains("the whole document"), "{}", refused(""));
+        assert!(refused("a/b").contains("starts with a slash"), "{}", refused("a/b"));
     }
 
     fn any_json() -> impl Strategy<Value = Value> {

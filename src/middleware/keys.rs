@@ -72,7 +72,7 @@ fn in_body(
         },
         // The handler will say what is wrong with it, where a key is optional.
         Err(Unreadable::Malformed) => Ok(None),
-        Err(Unreadable::Ambiguous) => Err(KeyError::Ambiguous),
+        Err(Unreadable::Ambiguous(doubt)) => Err(KeyError::Ambiguous(doubt)),
     }
 }
 

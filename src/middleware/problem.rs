@@ -7,10 +7,10 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use http::header::{CACHE_CONTROL, CONTENT_TYPE, LINK, LOCATION, RETRY_AFTER};
-use http::{HeaderMap, HeaderValue, Response, StatusCode};
+use http::{HeaderMap, HeaderName, HeaderValue, Response, StatusCode};
 use serde::Serialize;
 
-use crate::config::{Config, ErrorFlavour, STRIPE_SHOULD_RETRY};
+use crate::config::{Config, ErrorFlavour, KeySource, STRIPE_SHOULD_RETRY};
 use crate::error::{Rejection, RejectionKind};
 
 /// What a client is told about one kind of refusal.
@@ -82,6 +82,9 @@ pub(super) fn response(rejection: &Rejection, config: &Config) -> Response<Bytes
         // Stripe's clients make an idempotency error of this type only at 400 and 404.
         advice.status = StatusCode::BAD_REQUEST;
     }
+    if *rejection.kind() == RejectionKind::KeyMissing {
+        advice.detail += &looked_for(config);
+    }
     let (original_status, original_location) = original(rejection.kind());
     let r#type = format!("{base}{}", advice.code);
     let error =
@@ -150,6 +153,26 @@ pub(super) fn response(rejection: &Rejection, config: &Config) -> Response<Bytes
         | RejectionKind::ReplayForbidden => {}
     }
     response
+}
+
+/// Where a key was looked for, for whoever sent one somewhere else.
+fn looked_for(config: &Config) -> String {
+    let headers: Vec<&str> = config.key_headers.iter().map(HeaderName::as_str).collect();
+    let headers = match headers.as_slice() {
+        [] => None,
+        [name] => Some(format!("in the header {name}")),
+        names => Some(format!("in the headers {}", names.join(" and "))),
+    };
+    let body = match &config.key_source {
+        KeySource::Body(pointer) => Some(format!(
+            "at {} in a body that is JSON, by its type too (application/json or one that ends in \
+             +json)",
+            pointer.as_str()
+        )),
+        KeySource::Headers | KeySource::Content => None,
+    };
+    let places: Vec<String> = headers.into_iter().chain(body).collect();
+    format!(" It was looked for {}.", places.join(" and "))
 }
 
 /// Status and place of an answer that was not kept.
@@ -402,6 +425,8 @@ mod tests {
     use serde_json::Value;
 
     use super::*;
+    use crate::config::ConfigBuilder;
+    use crate::fingerprint::JsonPointer;
     use crate::key::KeyError;
     use crate::scope::Scope;
 
@@ -502,6 +527,38 @@ mod tests {
                 row(503, "store_unavailable", false, "true"),
             ]
         );
+    }
+
+    #[test]
+    fn a_missing_key_says_where_it_was_looked_for() {
+        let rules = || Config::builder().scope(Scope::global());
+        let detail = |config: ConfigBuilder| {
+            let missing = Rejection::new(RejectionKind::KeyMissing);
+            let response = response(&missing, &config.build().unwrap());
+            let body: Value = serde_json::from_slice(response.body()).unwrap();
+            assert_eq!(body["detail"], body["error"]["message"]);
+            body["detail"].as_str().unwrap().to_owned()
+        };
+        let headers = ["idempotency-key", "paypal-request-id"].map(HeaderName::from_static);
+        let pointer = || JsonPointer::from_static("/meta/key");
+        for (config, place) in [
+            (rules(), "looked for in the header idempotency-key."),
+            (
+                rules().key_headers(headers),
+                "looked for in the headers idempotency-key and paypal-request-id.",
+            ),
+            (
+                rules().key_from_body(pointer()),
+                "looked for in the header idempotency-key and at /meta/key in a body that is JSON",
+            ),
+            (
+                rules().key_headers([]).key_from_body(pointer()),
+                "looked for at /meta/key in a body that is JSON",
+            ),
+        ] {
+            let detail = detail(config);
+            assert!(detail.contains(place), "{detail}");
+        }
     }
 
     #[test]

@@ -18,6 +18,8 @@ mod store;
 #[path = "../support/line.rs"]
 #[allow(dead_code, reason = "each test program uses a part of it")]
 mod line;
+#[path = "../support/named.rs"]
+mod named;
 #[path = "../support/redis.rs"]
 #[allow(dead_code, reason = "each test program uses a part of it")]
 mod redis;

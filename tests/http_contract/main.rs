@@ -7,12 +7,15 @@
 )]
 
 mod activation;
+mod backpressure;
 mod concurrency;
 mod crash;
 mod extractors;
 mod fingerprint;
 mod harness;
 mod key_syntax;
+#[path = "../support/named.rs"]
+mod named;
 mod outcomes;
 mod replay;
 mod retention;

@@ -77,6 +77,38 @@ async fn case_038_a_key_on_another_endpoint_is_refused() {
     shop.ledger.expect(1);
 }
 
+/// Fault B68: a path is compared as it was sent; where it was sent to is not compared.
+#[tokio::test]
+async fn fault_b68_slash_case_and_encoding_are_other_paths_and_the_host_is_none() {
+    let shop = Shop::open();
+    let first = shop.send(&post("/orders/a1").key("k").header("host", "shop")).await.fresh(201);
+    for other in [
+        "/orders/a1/",
+        "//orders/a1",
+        "/orders//a1",
+        "/orders/./a1",
+        "/Orders/a1",
+        "/orders/A1",
+        "/orders/%61%31",
+        "/orders/a%31",
+        "/orders/a2",
+    ] {
+        let other = post(other).key("k").header("host", "shop");
+        shop.send(&other).await.refused(422, "key_reused");
+    }
+    // Escapes are compared as they are written, too.
+    shop.send(&post("/orders/%2a").key("escaped")).await.fresh(201);
+    shop.send(&post("/orders/%2A").key("escaped")).await.refused(422, "key_reused");
+    for host in ["eu.shop.example", "SHOP", "shop:8443"] {
+        let elsewhere = post("/orders/a1").key("k").header("host", host);
+        shop.send(&elsewhere).await.replay_of(&first);
+    }
+    // As HTTP/2 names it.
+    shop.send(&post("http://eu.shop.example/orders/a1").key("k")).await.replay_of(&first);
+    shop.send(&post("https://shop:8443/orders/a1").key("k")).await.replay_of(&first);
+    shop.ledger.expect(2);
+}
+
 // cases: 40
 #[tokio::test]
 async fn case_040_keys_per_endpoint_can_be_chosen() {

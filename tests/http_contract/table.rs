@@ -4,6 +4,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::Path;
 
+use crate::named::tests_in;
+
 const CASES: u32 = 151;
 /// What may stand in place of a test, with a reason behind it.
 const ELSEWHERE: [&str; 4] = ["elsewhere", "optional", "documented", "sandbox"];
@@ -84,7 +86,7 @@ fn every_row_names_tests_that_exist_and_name_the_case_or_says_why_there_is_none(
                     let (program, function) = test.split_once("::").expect("program::function");
                     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests");
                     let source = fs::read_to_string(path.join(format!("{program}.rs"))).unwrap();
-                    assert!(source.contains(&format!("fn {function}(")), "case {number}: {test}");
+                    assert!(tests_in(&source).contains(function), "case {number}: {test}");
                 }
             }
         }

@@ -1,6 +1,9 @@
 //! Answers over real sockets: lengths, bytes, headers, both HTTP versions, half-read answers.
 
+use std::io::{Read as _, Write as _};
+
 use axum::body::Body;
+use axum::extract::Path;
 use futures_util::stream;
 use http::{HeaderValue, Response};
 use http_body_util::BodyExt as _;
@@ -59,28 +62,61 @@ async fn case_075_the_length_equals_the_bytes_in_first_answer_and_replay() {
     }
 }
 
-/// Fault B26: wherever in the router the layer stands.
+/// Fault B26: wherever in the router the layer stands, and however the handler gives its body.
 #[tokio::test]
 async fn the_length_is_right_on_a_route_a_nested_router_and_the_app() {
     use axum::Router;
     use axum::routing::post as post_route;
+    let hello = async |Path(kind): Path<String>| {
+        let frames = ["hel", "lo"].map(Ok::<_, std::convert::Infallible>);
+        let response = Response::builder();
+        match kind.as_str() {
+            "known" => response.body(Body::from("hello")),
+            "chunked" => response.body(Body::from_stream(stream::iter(frames))),
+            "empty" => response.body(Body::empty()),
+            _ => response.header("content-length", "5").body(Body::from("hello")),
+        }
+        .unwrap()
+    };
     let shop = Shop::open();
-    let handler = || async { "hello" };
-    let route = Router::new().route("/payments", post_route(handler));
+    let ours = || shop.layer.clone();
+    let method = || post_route(hello);
+    let route = || Router::new().route("/{kind}", method());
     let apps = [
-        Router::new().route("/payments", post_route(handler).layer(shop.layer.clone())),
-        route.clone().route_layer(shop.second_process().layer.clone()),
-        Router::new().merge(route.clone().layer(shop.second_process().layer.clone())),
-        Router::new().merge(route).layer(shop.layer.clone()),
+        (
+            "a method",
+            Router::new().nest("/p", Router::new().route("/{kind}", method().layer(ours()))),
+        ),
+        ("nest, layer within", Router::new().nest("/p", route().layer(ours()))),
+        ("nest, route_layer within", Router::new().nest("/p", route().route_layer(ours()))),
+        ("nest, layer around", Router::new().nest("/p", route()).layer(ours())),
+        ("nest, route_layer around", Router::new().nest("/p", route()).route_layer(ours())),
+        ("two nests", Router::new().nest("/p", Router::new().nest("/q", route().layer(ours())))),
+        ("merge, layer", Router::new().merge(route().layer(ours()))),
+        ("merge, route_layer", Router::new().merge(route()).route_layer(ours())),
     ];
-    for (index, app) in apps.into_iter().enumerate() {
+    for (number, (place, app)) in apps.into_iter().enumerate() {
         let server = Server::start(app).await;
-        let request = POST.replace("idempotency-key: k", &format!("idempotency-key: k{index}"));
-        for replayed in [false, true] {
-            let wire = server.exchange(&request).await;
-            wire.expect(200, replayed);
-            assert_eq!(wire.header("content-length"), Some("5"));
-            assert_eq!(wire.body, b"hello");
+        let prefix = match number {
+            5 => "/p/q",
+            6.. => "",
+            _ => "/p",
+        };
+        for (kind, body) in
+            [("known", "hello"), ("chunked", "hello"), ("empty", ""), ("explicit", "hello")]
+        {
+            let request = POST
+                .replace("/payments", &format!("{prefix}/{kind}"))
+                .replace("idempotency-key: k", &format!("idempotency-key: {number}-{kind}"));
+            for replayed in [false, true] {
+                let wire = server.exchange(&request).await;
+                wire.expect(200, replayed);
+                let length = body.len().to_string();
+                let what = format!("{place}, {kind}, replayed: {replayed}");
+                assert_eq!(wire.header("content-length"), Some(length.as_str()), "{what}");
+                assert_eq!(wire.header("transfer-encoding"), None, "{what}");
+                assert_eq!(wire.body, body.as_bytes(), "{what}");
+            }
         }
     }
 }
@@ -215,6 +251,69 @@ async fn case_081_compression_outside_follows_the_request_and_inside_stays_with_
     assert_eq!(plain.header("content-encoding"), Some("gzip"));
     assert_eq!(plain.header("vary"), Some("accept-encoding"));
     inside.ledger.expect(2);
+}
+
+/// Fault B41: the first request asks for no coding, the retry for gzip.
+#[tokio::test]
+async fn fault_b41_a_plain_record_is_compressed_outside_and_stays_plain_inside() {
+    let text = "all work and no play makes jack a dull boy. ".repeat(50);
+    let shop = {
+        let text = text.clone();
+        Shop::answering(defaults, move |_| {
+            let response = Response::builder().header("content-type", "text/plain");
+            response.body(Body::from(text.clone())).unwrap()
+        })
+    };
+    let accepting =
+        |key: &str, encoding: &str| post("/payments").key(key).header("accept-encoding", encoding);
+    let outside = shop.clone().wrapped(|app| app.layer(CompressionLayer::new()));
+    let plain = outside.send(&accepting("outside", "identity")).await.fresh(200);
+    assert_eq!((plain.header("content-encoding"), plain.text()), (None, text.as_str()));
+    let zipped = outside.send(&accepting("outside", "gzip")).await.replayed(200);
+    assert_eq!(zipped.header("content-encoding"), Some("gzip"));
+    assert_eq!(unzipped(&zipped.body), text.as_bytes());
+
+    let inside = shop.lined(|app| app.layer(CompressionLayer::new()));
+    let plain = inside.send(&accepting("inside", "identity")).await.fresh(200);
+    let retry = inside.send(&accepting("inside", "gzip")).await.replay_of(&plain);
+    assert_eq!((retry.header("content-encoding"), retry.text()), (None, text.as_str()));
+    inside.ledger.expect(2);
+}
+
+/// Fault B41: a handler that compresses for itself is never compressed a second time, first or replayed.
+#[tokio::test]
+async fn fault_b41_a_handler_that_compresses_for_itself_is_compressed_once() {
+    let text = b"all work and no play makes jack a dull boy. ".repeat(50);
+    let mut zip = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::best());
+    zip.write_all(&text).unwrap();
+    let zip = zip.finish().unwrap();
+    let shop = {
+        let zip = zip.clone();
+        Shop::answering(defaults, move |_| {
+            let response = Response::builder().header("content-type", "text/plain");
+            let response = response.header("content-encoding", "gzip");
+            response.body(Body::from(zip.clone())).unwrap()
+        })
+    };
+    let outside = shop.clone().wrapped(|app| app.layer(CompressionLayer::new()));
+    let inside = shop.clone().lined(|app| app.layer(CompressionLayer::new()));
+    for (key, shop) in [("outside", outside), ("inside", inside)] {
+        for (number, encoding) in ["gzip", "identity", "gzip"].into_iter().enumerate() {
+            let ask = post("/payments").key(key).header("accept-encoding", encoding);
+            let seen = shop.send(&ask).await;
+            let seen = if number == 0 { seen.fresh(200) } else { seen.replayed(200) };
+            assert_eq!(seen.header("content-encoding"), Some("gzip"), "{key}, {encoding}");
+            assert!(seen.body == zip, "{key}, {encoding}: other bytes");
+        }
+    }
+    assert_eq!(unzipped(&zip), text);
+    shop.ledger.expect(2);
+}
+
+fn unzipped(bytes: &[u8]) -> Vec<u8> {
+    let mut plain = Vec::new();
+    flate2::read::GzDecoder::new(bytes).read_to_end(&mut plain).unwrap();
+    plain
 }
 
 // cases: 60

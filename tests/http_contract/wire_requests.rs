@@ -211,6 +211,32 @@ async fn a_client_that_expects_100_continue_is_told_to_go_on_before_anything_is_
     raw.answer().await.expect_code(400, "key_invalid");
 }
 
+/// Fault B29: between the 100 and the body there may be any time, and the body may come in parts. Until
+/// its last byte nothing is claimed: a whole request under the same key runs meanwhile, and the late one
+/// gets its answer.
+#[tokio::test]
+async fn a_body_that_comes_long_after_the_100_claims_nothing_before_its_last_byte() {
+    let shop = Shop::open();
+    let server = served(&shop).await;
+    let whole = raw_post(&[b"idempotency-key: k", b"expect: 100-continue"]);
+    let (head, body) = whole.split_at(whole.len() - BODY.len());
+    let mut late = server.connect().await;
+    late.send(head).await;
+    assert_eq!(late.head().await.status, 100);
+    shop.expect_untouched();
+    late.send(&body[..BODY.len() - 1]).await;
+    // By the time of this answer the server has had the parts before it for long.
+    server.exchange(raw_post(&[])).await.expect_code(400, "key_missing");
+    shop.expect_untouched();
+    server.exchange(with_key("k")).await.expect(201, false);
+    shop.ledger.expect(1);
+    let claims = shop.store.calls();
+    late.send(&body[BODY.len() - 1..]).await;
+    late.answer().await.expect(201, true);
+    shop.ledger.expect(1);
+    assert_eq!(shop.store.calls(), claims + 1);
+}
+
 /// An answer that needs no body leaves it unread, and the connection is still good for the next.
 #[tokio::test]
 async fn a_connection_survives_refusals_and_replays() {

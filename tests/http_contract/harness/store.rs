@@ -10,6 +10,8 @@ use tower_idempotency::record::{
 use tower_idempotency::store::StoreFuture;
 use tower_idempotency::{Lease, MemoryStore, StorageKey, Store, StoreError, StoreErrorKind};
 
+use super::Gate;
+
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
 pub(crate) enum Verb {
     Claim,
@@ -37,6 +39,8 @@ struct Script {
     last_claim: Option<(StorageKey, Claim)>,
     /// Answers claims as if the record could not be read.
     unreadable: bool,
+    /// So many claims to come stop at a gate before they reach the record.
+    held: Option<(usize, Gate)>,
 }
 
 #[derive(Clone, Debug)]
@@ -93,6 +97,13 @@ impl WatchedStore {
         self.script.lock().unwrap().once.clear();
     }
 
+    /// The next claims, as many as this, are slow: they wait at the gate that is given back.
+    pub(crate) fn hold_claims(&self, count: usize) -> Gate {
+        let gate = Gate::closed();
+        self.script.lock().unwrap().held = Some((count, gate.clone()));
+        gate
+    }
+
     pub(crate) fn become_unreadable(&self) {
         self.script.lock().unwrap().unreadable = true;
     }
@@ -132,11 +143,19 @@ impl Store for WatchedStore {
         claim: &'a Claim,
     ) -> StoreFuture<'a, ClaimOutcome<Lease>> {
         Box::pin(async move {
-            let unreadable = {
+            let (unreadable, gate) = {
                 let mut script = self.script.lock().unwrap();
                 script.last_claim = Some((key, *claim));
-                script.unreadable
+                let held = script.held.as_mut().filter(|(count, _)| *count > 0);
+                let gate = held.map(|(count, gate)| {
+                    *count -= 1;
+                    gate.clone()
+                });
+                (script.unreadable, gate)
             };
+            if let Some(gate) = gate {
+                gate.pass().await;
+            }
             // Made when it is called, so that a call that fails has not touched the record.
             let call = Box::pin(async move { self.inner.claim(key, claim).await });
             let outcome = self.through(Verb::Claim, "claim", call).await?;
