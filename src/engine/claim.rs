@@ -8,10 +8,11 @@ use tokio::time::{Instant, sleep};
 
 use super::observe::Waiting;
 use super::reconcile::Answered;
-use super::wait::Seat;
+use super::wait::{Seat, Stored, Woken};
 use super::{Call, Conclusion, Engine, observe, pause, unavailable, unreadable};
 use crate::config::{Enforcement, Policy, Recovery};
 use crate::error::{Rejection, RejectionKind, StoreError, StoreErrorKind};
+use crate::fingerprint::Comparison;
 use crate::mistakes::{Mistake, made};
 use crate::record::{Claim, ClaimOutcome, Unsettled};
 use crate::scope::StorageKey;
@@ -127,7 +128,16 @@ impl Engine {
             tokio::select! {
                 biased;
                 // Also when the time is up: only the store knows what is left of the lease by now.
-                _ = seat.wait(wait_until) => {}
+                woken = seat.wait(wait_until) => match woken {
+                    // The store said that the request was the same as the one in flight. Whether that
+                    // was the one that has ended is for the fingerprint to say.
+                    Woken::Stored(Stored { fingerprint, response })
+                        if call.fingerprints.compare(fingerprint) == Comparison::Same =>
+                    {
+                        return Claimed::Concluded(Conclusion::replay(response));
+                    }
+                    Woken::Stored(_) | Woken::ClaimAgain | Woken::TimedOut => {}
+                },
                 () = self.0.closing.cancelled() => return in_use(),
                 // Nobody waits for this answer any more, and nothing of ours is running.
                 () = answer.closed() => return in_use(),

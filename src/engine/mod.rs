@@ -58,7 +58,7 @@ use observe::{Gauge, StoreSeries};
 use quota::Quota;
 use reconcile::Inquiries;
 use settle::Settled;
-use wait::Room;
+use wait::{Room, Stored};
 
 /// Runs handlers under their keys. Shared by the layers of all routes.
 ///
@@ -376,7 +376,13 @@ impl Engine {
             (ran, settle, recorded, settled)
         };
         let (ran, settle, recorded, settled) = kept.during(work).await;
-        drop(owning);
+        match (&settled, &recorded) {
+            (Settled::Stored, Settle::Complete { response, .. }) => {
+                let fingerprint = call.fingerprints.current();
+                owning.stored(Stored { fingerprint, response: response.clone() });
+            }
+            _ => drop(owning),
+        }
         if settled == Settled::RolledBack && lease.is_repeatable() {
             return None;
         }

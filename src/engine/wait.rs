@@ -2,18 +2,20 @@
 //!
 //! A waiter never runs because "the key looks free": it is woken, and claims again.
 //!
-//! * The twin runs in this process: its end wakes all waiters at once.
+//! * The twin runs in this process: its end wakes all waiters at once, with the response that it stored.
 //! * It runs elsewhere: one waiter per key polls, every few milliseconds at first and tens of
 //!   milliseconds later, and wakes the others. So a storm on one key costs one poll at a time.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
+use bytes::Bytes;
 use tokio::sync::{Notify, Semaphore};
 use tokio::time::{Instant, sleep, sleep_until};
 use tokio_util::sync::CancellationToken;
 
+use crate::fingerprint::Fingerprint;
 use crate::scope::StorageKey;
 
 /// How many requests may wait for running twins.
@@ -50,9 +52,24 @@ struct Keys {
 struct Entry {
     owners: usize,
     waiting: usize,
-    /// Cancelled when an owner of this process has settled; made by the first waiter that wants it.
-    settled: Option<CancellationToken>,
+    /// The end of an owner of this process; made by the first waiter that wants it.
+    settled: Option<Arc<Settlement>>,
     elsewhere: Option<Arc<Elsewhere>>,
+}
+
+/// The end of a twin in this process.
+#[derive(Debug, Default)]
+struct Settlement {
+    ended: CancellationToken,
+    /// What it stored, so that those who wait for just that need not ask the store again.
+    stored: OnceLock<Stored>,
+}
+
+/// A response that is in the store, and the fingerprint of the request that it answers.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub(super) struct Stored {
+    pub(super) fingerprint: Fingerprint,
+    pub(super) response: Bytes,
 }
 
 /// What the waiters for a twin in another process share.
@@ -79,8 +96,10 @@ pub(super) struct Seat {
 }
 
 /// Why a wait ended.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+#[derive(Clone, Debug, Eq, PartialEq)]
 pub(super) enum Woken {
+    /// The twin stored its response. It answers whoever sent the same request; nobody else.
+    Stored(Stored),
     /// It is time to claim again.
     ClaimAgain,
     /// The time is up.
@@ -138,12 +157,24 @@ impl Room {
     }
 }
 
+impl Owning {
+    /// Ends it with what it stored.
+    pub(super) fn stored(self, stored: Stored) {
+        let keys = self.room.lock();
+        if let Some(settled) = keys.by_key.get(&self.key).and_then(|entry| entry.settled.as_ref()) {
+            // Of two owners, one of which has lost the key, the first to store is the only one.
+            let _ = settled.stored.set(stored);
+        }
+        drop(keys);
+    }
+}
+
 impl Drop for Owning {
     fn drop(&mut self) {
         self.room.leave(self.key, |entry, _| {
             entry.owners -= 1;
             if let Some(settled) = entry.settled.take() {
-                settled.cancel();
+                settled.ended.cancel();
             }
             if let Some(elsewhere) = &entry.elsewhere {
                 elsewhere.changed.notify_waiters();
@@ -163,7 +194,7 @@ impl Drop for Seat {
 
 /// Whom a waiter waits for.
 enum Twin {
-    Here(CancellationToken),
+    Here(Arc<Settlement>),
     Elsewhere(Arc<Elsewhere>),
 }
 
@@ -176,7 +207,7 @@ impl Seat {
         let twin = self.twin();
         tokio::select! {
             biased;
-            () = self.woken(twin) => Woken::ClaimAgain,
+            woken = self.woken(twin) => woken,
             () = sleep_until(deadline) => Woken::TimedOut,
         }
     }
@@ -195,7 +226,7 @@ impl Seat {
         let mut keys = self.room.lock();
         let entry = keys.by_key.entry(self.key).or_default();
         if entry.owners > 0 {
-            Twin::Here(entry.settled.get_or_insert_default().clone())
+            Twin::Here(Arc::clone(entry.settled.get_or_insert_default()))
         } else {
             let elsewhere = entry.elsewhere.get_or_insert_with(|| {
                 Arc::new(Elsewhere { poll: Semaphore::new(1), changed: Notify::new() })
@@ -204,9 +235,12 @@ impl Seat {
         }
     }
 
-    async fn woken(&mut self, twin: Twin) {
+    async fn woken(&mut self, twin: Twin) -> Woken {
         match twin {
-            Twin::Here(settled) => settled.cancelled().await,
+            Twin::Here(settled) => {
+                settled.ended.cancelled().await;
+                settled.stored.get().cloned().map_or(Woken::ClaimAgain, Woken::Stored)
+            }
             Twin::Elsewhere(elsewhere) => {
                 let pause = self.next_poll;
                 self.next_poll = (pause * 3 / 2).min(POLL_MAX);
@@ -221,6 +255,7 @@ impl Seat {
                     () = elsewhere.changed.notified() => {}
                     () = poll => {}
                 }
+                Woken::ClaimAgain
             }
         }
     }

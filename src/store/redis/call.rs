@@ -327,8 +327,11 @@ impl Beside {
         if asking {
             pipeline.cmd("ASKING");
         }
-        pipeline.cmd("SET").arg(&self.key).arg(Parts([&HEAD, &self.response]));
-        pipeline.arg("PX").arg(BESIDE_KEPT);
+        let mut set =
+            Cmd::with_capacity(5, HEADS + self.key.len() + HEAD.len() + self.response.len());
+        set.arg("SET").arg(&self.key).arg(Parts([&HEAD, &self.response]));
+        set.arg("PX").arg(BESIDE_KEPT);
+        pipeline.add_command(set);
     }
 }
 
@@ -337,7 +340,11 @@ struct Parts<'a>([&'a [u8]; 2]);
 
 impl ToRedisArgs for Parts<'_> {
     fn write_redis_args<W: ?Sized + RedisWrite>(&self, out: &mut W) {
-        out.write_arg(&self.0.concat());
+        // Writing to memory cannot fail.
+        let mut argument = out.writer_for_next_arg();
+        for part in self.0 {
+            let _ = std::io::Write::write_all(&mut argument, part);
+        }
     }
 }
 

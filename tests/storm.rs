@@ -1,0 +1,151 @@
+//! Many requests under one key at once: what each of them costs the store, and whose answer it gets.
+
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
+
+use std::convert::Infallible;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use bytes::Bytes;
+use http::{Request, Response};
+use http_body_util::{BodyExt as _, Full};
+use tokio::sync::Semaphore;
+use tower::{Layer as _, ServiceExt as _, service_fn};
+use tower_idempotency::record::{Claim, ClaimOutcome, Effects, OnExpired, Release, Terms, Verdict};
+use tower_idempotency::store::{Fault, Faulty, Gate, Verb};
+use tower_idempotency::{
+    Config, Fingerprint, Fingerprints, HolderId, IdempotencyKey, IdempotencyLayer, Identity,
+    MemoryStore, Outcome, Recipe, Scope, StorageKey, Store as _,
+};
+
+/// A server whose handler waits at a gate, and counts how often it ran.
+#[derive(Clone)]
+struct Server {
+    layer: IdempotencyLayer,
+    store: Faulty<MemoryStore>,
+    runs: Arc<AtomicUsize>,
+    started: Arc<Semaphore>,
+    gate: Arc<Semaphore>,
+}
+
+impl Server {
+    fn new() -> Self {
+        let store = Faulty::new(MemoryStore::new());
+        let config = Config::builder().scope(Scope::global()).build().unwrap();
+        Self {
+            layer: IdempotencyLayer::new(config, store.clone()),
+            store,
+            runs: Arc::default(),
+            started: Arc::new(Semaphore::new(0)),
+            gate: Arc::new(Semaphore::new(0)),
+        }
+    }
+
+    /// Status and body of the answer.
+    async fn pay(self, body: &'static str) -> (u16, String) {
+        let Self { layer, runs, started, gate, .. } = self;
+        let handler = service_fn(move |request: Request<Full<Bytes>>| {
+            let (runs, started, gate) =
+                (Arc::clone(&runs), Arc::clone(&started), Arc::clone(&gate));
+            async move {
+                let order = request.into_body().collect().await.unwrap().to_bytes();
+                runs.fetch_add(1, Ordering::SeqCst);
+                started.add_permits(1);
+                gate.acquire().await.unwrap().forget();
+                let mut response = Response::new(Full::<Bytes>::from(order.clone()));
+                if order == "nothing" {
+                    response.extensions_mut().insert(Outcome::NoEffect);
+                }
+                Ok::<_, Infallible>(response)
+            }
+        });
+        let response = layer.layer(handler).oneshot(request(body)).await.unwrap();
+        let status = response.status().as_u16();
+        let body = response.into_body().collect().await.unwrap().to_bytes();
+        (status, String::from_utf8(body.to_vec()).unwrap())
+    }
+}
+
+fn request(body: &'static str) -> Request<Full<Bytes>> {
+    Request::post("/pay").header("idempotency-key", "k").body(body.into()).unwrap()
+}
+
+/// What a server would claim for such a request.
+fn claim(body: &'static str) -> (StorageKey, Claim) {
+    let (parts, _) = request(body).into_parts();
+    let print = Recipe::new().fingerprint(&parts, "/pay", &Bytes::from_static(body.as_bytes()));
+    let key = IdempotencyKey::new("k").unwrap();
+    let minute = Duration::from_secs(60);
+    let claim = Claim {
+        holder: HolderId::random(),
+        fingerprints: Fingerprints::one(Fingerprint::from_stored(print.recipe(), *print.digest())),
+        terms: Terms { lease: minute, retention: minute, unknown_retention: minute },
+        on_expired: OnExpired::Refuse,
+        effects: Effects::Anywhere,
+    };
+    (StorageKey::new(&Identity::of_parts::<[&str; 0]>([]), &key), claim)
+}
+
+#[tokio::test(start_paused = true)]
+async fn who_waits_for_a_twin_in_its_process_asks_the_store_once_and_gets_the_twins_answer() {
+    let server = Server::new();
+    let first = tokio::spawn(server.clone().pay("order"));
+    server.started.acquire().await.unwrap().forget();
+    let waiters: Vec<_> = (0..50).map(|_| tokio::spawn(server.clone().pay("order"))).collect();
+    // All tasks have come to rest when the paused clock moves.
+    tokio::time::sleep(Duration::from_millis(100)).await;
+    assert_eq!(server.store.calls(Verb::Claim), 51);
+    server.gate.add_permits(1);
+    assert_eq!(first.await.unwrap(), (200, "order".to_owned()));
+    for waiter in waiters {
+        assert_eq!(waiter.await.unwrap(), (200, "order".to_owned()));
+    }
+    assert_eq!(server.runs.load(Ordering::SeqCst), 1);
+    assert_eq!(server.store.calls(Verb::Claim), 51, "nobody asked again");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_twin_that_stored_nothing_leaves_the_key_to_one_of_those_who_waited() {
+    let server = Server::new();
+    let first = tokio::spawn(server.clone().pay("nothing"));
+    server.started.acquire().await.unwrap().forget();
+    let waiters: Vec<_> = (0..5).map(|_| tokio::spawn(server.clone().pay("nothing"))).collect();
+    tokio::time::sleep(Duration::from_millis(100)).await;
+    server.gate.add_permits(6);
+    first.await.unwrap();
+    for waiter in waiters {
+        assert_eq!(waiter.await.unwrap().0, 200);
+    }
+    // Each said that it did nothing, so each of them ran, one after the other.
+    assert_eq!(server.runs.load(Ordering::SeqCst), 6);
+}
+
+/// The reply that says "in flight" is about another run than the one whose end wakes the waiter: the
+/// key was free in between, and went to a request with another body.
+#[tokio::test(start_paused = true)]
+async fn a_waiter_never_gets_the_answer_to_another_request_under_its_key() {
+    let server = Server::new();
+    let (key, elsewhere) = claim("order A");
+    let Ok(ClaimOutcome::Acquired(lease)) = server.store.inner().claim(key, &elsewhere).await
+    else {
+        panic!("the key was free");
+    };
+    let gate = Gate::new();
+    server.store.inject(Verb::Claim, Fault::HoldReply(gate.clone()));
+    let waiter = tokio::spawn(server.clone().pay("order A"));
+    gate.reached_by(1).await;
+
+    let release = Release { terms: elsewhere.terms, verdict: Verdict::NoEffect };
+    server.store.inner().release(&lease, &release).await.unwrap();
+    let other = tokio::spawn(server.clone().pay("order B"));
+    server.started.acquire().await.unwrap().forget();
+    gate.open();
+    // The waiter sits down beside the run of the other one.
+    tokio::time::sleep(Duration::from_millis(100)).await;
+    server.gate.add_permits(1);
+    assert_eq!(other.await.unwrap(), (200, "order B".to_owned()));
+    let (status, body) = waiter.await.unwrap();
+    assert_eq!(status, 422, "{body}");
+    assert_eq!(server.runs.load(Ordering::SeqCst), 1);
+}
