@@ -34,10 +34,10 @@ type Fallible<T> = Result<T, Box<dyn std::error::Error + Send + Sync>>;
 /// Clients of a pool: as many as the runtime of a small service has requests in the air.
 const POOL: usize = 16;
 
-static EXECUTIONS: AtomicU64 = AtomicU64::new(0);
+pub(crate) static EXECUTIONS: AtomicU64 = AtomicU64::new(0);
 
 /// The work of every handler: a JSON text of exactly this length.
-fn receipt(length: usize) -> Bytes {
+pub(crate) fn receipt(length: usize) -> Bytes {
     let number = EXECUTIONS.fetch_add(1, Ordering::Relaxed);
     let mut json = Vec::with_capacity(length);
     json.extend_from_slice(
@@ -152,7 +152,7 @@ async fn serve() -> Fallible<()> {
     Ok(())
 }
 
-fn main() -> Fallible<()> {
+pub(crate) fn main() -> Fallible<()> {
     let workers: usize = std::env::var("WORKERS").map_or(Ok(1), |text| text.parse())?;
     let mut builder = match workers {
         0 => tokio::runtime::Builder::new_current_thread(),

@@ -117,6 +117,11 @@ impl RedisServer {
         }
     }
 
+    /// The process.
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
     /// The port.
     pub fn port(&self) -> u16 {
         self.port
