@@ -33,6 +33,7 @@
 mod builder;
 mod check;
 mod connect;
+mod inspect;
 mod script;
 
 use std::fmt;
