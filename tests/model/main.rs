@@ -118,7 +118,7 @@ async fn run(store: &dyn Inspect, door: Door, usual: usize) -> usize {
 
     let mut worlds: Vec<Sequence> =
         (0..sequences).map(|number| Sequence::new(seed, number)).collect();
-    let mut seen = Seen::default();
+    let mut reached = Reached::default();
     for round in 0..ROUNDS {
         let steps = worlds.iter_mut().map(|sequence| {
             let mut door = door.clone();
@@ -129,21 +129,21 @@ async fn run(store: &dyn Inspect, door: Door, usual: usize) -> usize {
             }
         });
         for outcome in join_all(steps).await {
-            seen.add(&outcome);
+            reached.add(&outcome);
         }
         tokio::time::sleep(BETWEEN_ROUNDS).await;
     }
     if sequences >= usual {
-        seen.assert_everything_was_reached();
+        reached.assert_everything_was_reached();
     }
     sequences
 }
 
 /// Which outcomes came up: a test that never gets somewhere proves nothing about it.
 #[derive(Default)]
-struct Seen(std::collections::BTreeMap<String, usize>);
+struct Reached(std::collections::BTreeMap<String, usize>);
 
-impl Seen {
+impl Reached {
     fn add(&mut self, outcome: &str) {
         *self.0.entry(outcome.to_owned()).or_default() += 1;
     }
@@ -326,7 +326,16 @@ impl Sequence {
                 let told = store.forget(self.key, forget).await.expect(&context);
                 assert_forgets_agree(name, &step.outcome, &told, &context);
                 if !self.with_garbage {
-                    let memory = memory.forget(self.key, forget).await.expect(&context);
+                    // Its moments are its own, and about as great.
+                    let own = memory.look(self.key).await.expect(&context);
+                    let mut forget = *forget;
+                    if let (Seen::Record(seen), Some(held), Some(own)) =
+                        (&mut forget.seen, self.record_held(now), own.record())
+                        && seen.mark() == held.sighting().mark()
+                    {
+                        *seen = own.sighting();
+                    }
+                    let memory = memory.forget(self.key, &forget).await.expect(&context);
                     assert_forgets_agree("memory", &step.outcome, &memory, &context);
                 }
                 let name = match step.outcome {
