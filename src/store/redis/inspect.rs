@@ -183,7 +183,7 @@ impl RedisStore {
         let at_most = wanted.at_most.max(1) as usize;
         let mut looked_at = 0;
         loop {
-            let count = LOOKS_AT_ONCE.min(LOOKS_PER_PAGE - looked_at);
+            let count = at_most.clamp(10, LOOKS_AT_ONCE).min(LOOKS_PER_PAGE - looked_at);
             let keys = self.keys_of("list", &index, rank, count).await?;
             let (entries, now) = self.entries(&keys).await?;
             listing.now = now.max(listing.now);
