@@ -469,7 +469,10 @@ async fn the_router_looks_up_lists_settles_forgets_and_tells_the_trail() {
     assert_eq!(listed["index"]["kind"], "direct");
     let found = desk.post("/lookup", json!({"account": ["acme"], "key": "order-17"})).await.ok();
     assert_eq!(found["reference"], reference);
-    assert_eq!((&found["state"], &found["outcome_unknown"]), (&json!("indeterminate"), &json!(true)));
+    assert_eq!(
+        (&found["state"], &found["outcome_unknown"]),
+        (&json!("indeterminate"), &json!(true))
+    );
 
     let settle = format!("/records/{reference}/settle");
     let body = json!({
@@ -492,7 +495,8 @@ async fn the_router_looks_up_lists_settles_forgets_and_tells_the_trail() {
     desk.post(&format!("{path}/forget"), forget).await.ok();
     desk.get(&path).await.refused(404, "not_found");
     let trail = desk.get("/trail").await.ok();
-    let actions: Vec<_> = trail["changes"].as_array().unwrap().iter().map(|c| &c["action"]).collect();
+    let actions: Vec<_> =
+        trail["changes"].as_array().unwrap().iter().map(|c| &c["action"]).collect();
     assert_eq!(actions, ["forget", "settle done"]);
     assert_eq!(trail["changes"][1]["change"], made["change"]);
     assert_eq!(trail["changes"][1]["who"], "ana");
@@ -602,7 +606,10 @@ async fn the_example_settles_what_its_payment_does_not_know() {
     });
     send(&app, Method::POST, &path, Some(body), &ana).await.ok();
     let replayed = paid().await;
-    assert_eq!((replayed.status(), &replayed.headers()["idempotent-replayed"]), (StatusCode::CREATED, &"true".parse().unwrap()));
+    assert_eq!(
+        (replayed.status(), &replayed.headers()["idempotent-replayed"]),
+        (StatusCode::CREATED, &"true".parse().unwrap())
+    );
     let body = replayed.into_body().collect().await.unwrap().to_bytes();
     assert_eq!(body, "paid\n");
 }

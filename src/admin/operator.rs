@@ -371,7 +371,8 @@ impl Operator {
         // A task of its own, so that a request that is given up leaves no half of a change.
         let task = tokio::spawn(async move { this.make(change).await });
         task.await.unwrap_or_else(|gone| {
-            let error = StoreError::new(StoreErrorKind::OutcomeUnknown, self.store.name(), "change");
+            let error =
+                StoreError::new(StoreErrorKind::OutcomeUnknown, self.store.name(), "change");
             Err(OperatorError::Unconfirmed(error.with_source(gone)))
         })
     }

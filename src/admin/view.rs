@@ -148,7 +148,10 @@ impl RecordView {
             body_bytes,
             checkpoint_bytes: (noted > 0).then_some(noted),
             sealed: shown.contents() == Contents::Sealed,
-            response: response.as_ref().filter(|_| detail == Detail::Contents).map(ResponseView::of),
+            response: response
+                .as_ref()
+                .filter(|_| detail == Detail::Contents)
+                .map(ResponseView::of),
             ..Self::of_entry(&entry, shown.now())
         }
     }

@@ -33,9 +33,7 @@ use std::time::Duration;
 use bytes::Bytes;
 
 pub use codec::{Current, HEADER_LENGTH, Unreadable};
-pub use sighting::{
-    Forget, ForgetOutcome, MARK_LENGTH, Seen, Sighting, Standing, forget,
-};
+pub use sighting::{Forget, ForgetOutcome, MARK_LENGTH, Seen, Sighting, Standing, forget};
 pub use verbs::*;
 
 use crate::fingerprint::{Comparison, Fingerprint};

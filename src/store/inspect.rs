@@ -24,11 +24,7 @@ pub trait Inspect: Store {
     fn look(&self, key: StorageKey) -> StoreFuture<'_, Sight>;
 
     /// Removes a record; see [`record::forget`](crate::record::forget).
-    fn forget<'a>(
-        &'a self,
-        key: StorageKey,
-        forget: &'a Forget,
-    ) -> StoreFuture<'a, ForgetOutcome>;
+    fn forget<'a>(&'a self, key: StorageKey, forget: &'a Forget) -> StoreFuture<'a, ForgetOutcome>;
 
     /// Lists records that nobody has settled, oldest first as far as the store can tell. Bounded: it never
     /// reads all records, but an index.
@@ -308,11 +304,7 @@ impl<S: Inspect + ?Sized> Inspect for Arc<S> {
         (**self).look(key)
     }
 
-    fn forget<'a>(
-        &'a self,
-        key: StorageKey,
-        forget: &'a Forget,
-    ) -> StoreFuture<'a, ForgetOutcome> {
+    fn forget<'a>(&'a self, key: StorageKey, forget: &'a Forget) -> StoreFuture<'a, ForgetOutcome> {
         (**self).forget(key, forget)
     }
 

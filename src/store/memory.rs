@@ -330,11 +330,7 @@ impl Inspect for MemoryStore {
         Box::pin(ready(Ok(Sight { current, contents: Contents::Readable, now, expires })))
     }
 
-    fn forget<'a>(
-        &'a self,
-        key: StorageKey,
-        forget: &'a Forget,
-    ) -> StoreFuture<'a, ForgetOutcome> {
+    fn forget<'a>(&'a self, key: StorageKey, forget: &'a Forget) -> StoreFuture<'a, ForgetOutcome> {
         let verb = |current, now| record::forget(&current, now, forget);
         Self::answer("forget", self.step(key, verb))
     }
@@ -369,11 +365,7 @@ impl Inspect for MemoryStore {
         Box::pin(ready(Ok(keys)))
     }
 
-    fn audit<'a>(
-        &'a self,
-        _: Option<&'a AuditCursor>,
-        _: u32,
-    ) -> StoreFuture<'a, AuditStep> {
+    fn audit<'a>(&'a self, _: Option<&'a AuditCursor>, _: u32) -> StoreFuture<'a, AuditStep> {
         let scanned = self.len() as u64;
         Box::pin(ready(Ok(AuditStep { next: None, scanned, found: 0, about: scanned })))
     }

@@ -335,11 +335,7 @@ impl<S: Inspect> Inspect for Protected<S> {
         })
     }
 
-    fn forget<'a>(
-        &'a self,
-        key: StorageKey,
-        forget: &'a Forget,
-    ) -> StoreFuture<'a, ForgetOutcome> {
+    fn forget<'a>(&'a self, key: StorageKey, forget: &'a Forget) -> StoreFuture<'a, ForgetOutcome> {
         self.store.forget(key, forget)
     }
 

@@ -522,12 +522,7 @@ fn assert_claims_agree(
 }
 
 #[track_caller]
-fn assert_forgets_agree(
-    store: &str,
-    expected: &ForgetOutcome,
-    got: &ForgetOutcome,
-    context: &str,
-) {
+fn assert_forgets_agree(store: &str, expected: &ForgetOutcome, got: &ForgetOutcome, context: &str) {
     let agree = match (expected, got) {
         (
             ForgetOutcome::InFlight { remaining: expected },

@@ -435,8 +435,7 @@ fn fields(value: Value) -> Vec<(Vec<u8>, Vec<u8>)> {
 
 fn time(value: Value) -> Option<Millis> {
     let texts = texts(value);
-    let number =
-        |index: usize| std::str::from_utf8(texts.get(index)?).ok()?.parse::<u64>().ok();
+    let number = |index: usize| std::str::from_utf8(texts.get(index)?).ok()?.parse::<u64>().ok();
     Some(Millis(number(0)? * 1_000 + number(1)? / 1_000))
 }
 
@@ -500,11 +499,7 @@ impl Inspect for RedisStore {
     }
 
     /// What is no string is foreign, and is not forgotten either.
-    fn forget<'a>(
-        &'a self,
-        key: StorageKey,
-        forget: &'a Forget,
-    ) -> StoreFuture<'a, ForgetOutcome> {
+    fn forget<'a>(&'a self, key: StorageKey, forget: &'a Forget) -> StoreFuture<'a, ForgetOutcome> {
         Box::pin(async move {
             let call = script::forget(&self.key(key), forget).waiting(self.0.wait);
             let unreadable = ForgetOutcome::Unreadable;
@@ -546,10 +541,9 @@ impl Inspect for RedisStore {
             let call =
                 script::note(&self.operators("trail"), arguments, length).waiting(self.0.wait);
             // A key of another type cannot be written to, so nothing is noted.
-            let verb = Verb::new("note", Urgency::Ordinary, Err(()), |reply| {
-                script::noted(reply).map(Ok)
-            })
-            .holding_if(|noted| *noted == Ok(()));
+            let verb =
+                Verb::new("note", Urgency::Ordinary, Err(()), |reply| script::noted(reply).map(Ok))
+                    .holding_if(|noted| *noted == Ok(()));
             self.run(verb, &call).await?.map_err(|()| {
                 StoreError::new(StoreErrorKind::Backend, NAME, "note")
                     .with_source("something else stands under the key of the trail")

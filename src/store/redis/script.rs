@@ -495,8 +495,15 @@ pub(super) fn readiness(reply: &mut Reply) -> Result<Readiness, BadReply> {
 /// What a look came to.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub(super) enum Looked {
-    Found { now: Millis, left: Option<u64>, length: usize, bytes: Bytes },
-    Absent { now: Millis },
+    Found {
+        now: Millis,
+        left: Option<u64>,
+        length: usize,
+        bytes: Bytes,
+    },
+    Absent {
+        now: Millis,
+    },
     /// Something that is no string.
     Foreign,
 }

@@ -188,8 +188,7 @@ impl<DB: Inspected> LeaseCore<DB> {
         // What is past its retention comes first, and is none.
         let alive = (found.now, StorageKey::from_bytes([u8::MAX; 24]));
         let mut after = wanted.after.as_ref().and_then(Page::place).unwrap_or(alive).max(alive);
-        let mut listing =
-            Listing { entries: Vec::new(), more: None, source: Source::Direct, now };
+        let mut listing = Listing { entries: Vec::new(), more: None, source: Source::Direct, now };
         let at_most = wanted.at_most.max(1) as usize;
         for _ in 0..LOOKS_PER_PAGE / ROWS_AT_ONCE {
             let rows = DB::unsettled(&mut connection, after, ROWS_AT_ONCE as i64).await;

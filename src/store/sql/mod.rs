@@ -66,8 +66,10 @@ pub trait Backend: Database + sealed::Sealed {
 
     /// Removes a row; 0 if it has gone.
     #[doc(hidden)]
-    fn remove(connection: &mut Self::Connection, key: StorageKey)
-    -> BoxFuture<'_, sqlx::Result<u64>>;
+    fn remove(
+        connection: &mut Self::Connection,
+        key: StorageKey,
+    ) -> BoxFuture<'_, sqlx::Result<u64>>;
 
     /// Runs statements without arguments.
     #[doc(hidden)]

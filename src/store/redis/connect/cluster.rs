@@ -179,8 +179,7 @@ impl Cluster {
             map.owners.iter().flatten().any(|owner| Arc::ptr_eq(owner, member))
         };
         let members = map.members.iter().filter(|(_, member)| has_slots(member));
-        let mut names: Vec<_> =
-            members.map(|((host, port), _)| format!("{host}:{port}")).collect();
+        let mut names: Vec<_> = members.map(|((host, port), _)| format!("{host}:{port}")).collect();
         names.sort();
         names
     }
