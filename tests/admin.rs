@@ -30,7 +30,8 @@ use tower_idempotency::record::{
     Claim, ClaimOutcome, Completion, Effects, OnExpired, Release, Terms, Verdict, Writes,
 };
 use tower_idempotency::store::{
-    Inspect, LogId, Protected, ProtectionKeyId, ProtectionKeys, Source, Survey, Wanted,
+    Fault, Faulty, Inspect, LogId, Protected, ProtectionKeyId, ProtectionKeys, Source, Survey,
+    Verb, Wanted,
 };
 use tower_idempotency::{
     Fingerprint, Fingerprints, HeaderRules, HolderId, IdempotencyKey, Identity, Lease, MemoryStore,
@@ -249,6 +250,57 @@ async fn a_change_is_carried_through_though_its_caller_leaves() {
         }
     }
     panic!("half of a change: {:?}", operator.trail(1).await);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_change_whose_reply_is_lost_is_asked_for_again() {
+    use tower_idempotency::StoreErrorKind::{OutcomeUnknown, Unavailable};
+    let store = Faulty::new(MemoryStore::new());
+    let operator = Operator::new(store.clone());
+    for (verb, name) in [(Verb::Resolve, "settled"), (Verb::Forget, "forgotten")] {
+        let change = async |name: &str| {
+            let key = unknown(&store, name).await;
+            let seen = version(&operator, key).await;
+            match verb {
+                Verb::Resolve => operator.settle(key, seen, Settlement::NotApplied, by("x")).await,
+                _ => operator.forget(key, seen, by("x")).await,
+            }
+        };
+        let last = async || operator.trail(1).await.unwrap()[0].outcome.clone();
+        store.inject(verb, Fault::LoseReply);
+        change(name).await.unwrap();
+        assert_eq!(last().await.as_deref(), Some("done"));
+        store.inject(verb, Fault::LoseRequest);
+        change(&format!("{name} later")).await.unwrap();
+
+        store.inject_always(verb, Fault::Fail(OutcomeUnknown));
+        let unsure = change(&format!("{name} perhaps")).await.unwrap_err();
+        assert_eq!(unsure.code(), "unconfirmed");
+        assert_eq!(last().await.as_deref(), Some("unconfirmed"));
+        store.heal();
+        store.inject(verb, Fault::Fail(Unavailable));
+        let failed = change(&format!("{name} not")).await.unwrap_err();
+        assert_eq!(failed.code(), "store_failed");
+
+        // The trail is away behind the change: it is made all the same, and its caller is told.
+        let key = unknown(&store, &format!("{name} unnoted")).await;
+        let seen = version(&operator, key).await;
+        store.inject(verb, Fault::DelayReply(Duration::from_secs(5)));
+        let changed = async {
+            match verb {
+                Verb::Resolve => operator.settle(key, seen, Settlement::NotApplied, by("x")).await,
+                _ => operator.forget(key, seen, by("x")).await,
+            }
+        };
+        let away = async {
+            tokio::time::sleep(Duration::from_secs(1)).await;
+            store.inject_always(Verb::Note, Fault::Fail(Unavailable));
+        };
+        let (made, ()) = tokio::join!(changed, away);
+        assert!(!made.unwrap().outcome_noted);
+        store.heal();
+        assert_eq!(last().await, None);
+    }
 }
 
 #[tokio::test]

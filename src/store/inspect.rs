@@ -11,7 +11,7 @@ use crate::scope::StorageKey;
 /// Looking at records and taking care of those that need a person. Not for handling requests: between a look
 /// and what follows from it anything can happen, so every change names what was seen.
 ///
-/// The [`admin`](crate::admin) tools (feature `admin`) are made of this.
+/// The module `admin` (feature `admin`) is made of this.
 ///
 /// # Errors
 /// As [`Store`]: [`OutcomeUnknown`](crate::StoreErrorKind::OutcomeUnknown) means that the same call may be sent
@@ -286,6 +286,7 @@ pub struct TrailEntry {
 pub(crate) const TRAIL_LENGTH: u32 = 10_000;
 
 /// How many index entries one page may read: more would hold up a store.
+#[cfg(any(feature = "redis", feature = "postgres", feature = "sqlite"))]
 pub(crate) const LOOKS_PER_PAGE: usize = 1_000;
 
 impl Sight {

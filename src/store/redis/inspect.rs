@@ -145,6 +145,7 @@ impl RedisStore {
         &self,
         keys: &[StorageKey],
     ) -> Result<(Vec<Option<Entry>>, Millis), StoreError> {
+        // Judged by the servers' clocks, never by this machine's.
         let mut entries = Vec::with_capacity(keys.len());
         let mut latest = Millis(0);
         for some in keys.chunks(LOOKS_SIDE_BY_SIDE) {
@@ -163,8 +164,18 @@ impl RedisStore {
         Ok((entries, latest))
     }
 
+    /// The server's clock.
+    async fn now(&self, operation: &'static str) -> Result<Millis, StoreError> {
+        let nobody = StorageKey::from_bytes([0; 24]);
+        Ok(match self.look_at(operation, nobody, Some(1)).await? {
+            Looked::Found { now, .. } | Looked::Absent { now } => now,
+            Looked::Foreign => clock(),
+        })
+    }
+
     async fn list_index(&self, wanted: &Wanted) -> Result<Listing, StoreError> {
-        let nothing = |source| Listing { entries: Vec::new(), more: None, source, now: clock() };
+        let now = self.now("list").await?;
+        let nothing = |source| Listing { entries: Vec::new(), more: None, source, now };
         let Some(last) = self.last_pass("list").await? else {
             return Ok(nothing(Source::NoIndex));
         };
