@@ -462,16 +462,35 @@ impl Operator {
     }
 
     async fn note(&self, entry: &TrailEntry) -> Result<(), StoreError> {
-        let noted = surely(|| self.store.note(entry)).await;
-        noted.map(drop).map_err(|error| match error {
-            OperatorError::Unconfirmed(error) | OperatorError::Store(error) => error,
-            _ => StoreError::new(StoreErrorKind::Backend, self.store.name(), "note"),
-        })
+        surely(|| self.store.note(entry)).await.map(drop).map_err(NotDone::into_cause)
+    }
+}
+
+/// Why there is no answer in the end.
+enum NotDone {
+    Certainly(StoreError),
+    Perhaps(StoreError),
+}
+
+impl NotDone {
+    fn into_cause(self) -> StoreError {
+        match self {
+            Self::Certainly(cause) | Self::Perhaps(cause) => cause,
+        }
+    }
+}
+
+impl From<NotDone> for OperatorError {
+    fn from(not_done: NotDone) -> Self {
+        match not_done {
+            NotDone::Certainly(cause) => Self::Store(cause),
+            NotDone::Perhaps(cause) => Self::Unconfirmed(cause),
+        }
     }
 }
 
 /// Sends again what has no answer. True if it was sent more than once.
-async fn surely<'a, T, F>(send: F) -> Result<(T, bool), OperatorError>
+async fn surely<'a, T, F>(send: F) -> Result<(T, bool), NotDone>
 where
     F: Fn() -> crate::store::StoreFuture<'a, T>,
 {
@@ -480,9 +499,9 @@ where
         match send().await {
             Ok(outcome) => return Ok((outcome, sent > 1)),
             Err(error) if error.kind() != StoreErrorKind::OutcomeUnknown && sent == 1 => {
-                return Err(OperatorError::Store(error));
+                return Err(NotDone::Certainly(error));
             }
-            Err(error) if sent >= SENDINGS => return Err(OperatorError::Unconfirmed(error)),
+            Err(error) if sent >= SENDINGS => return Err(NotDone::Perhaps(error)),
             Err(_) => sent += 1,
         }
         tokio::time::sleep(BETWEEN_SENDINGS).await;

@@ -234,11 +234,8 @@ impl Desk {
                     (None, Some(file)) => read_body(file)?,
                     (None, None) => Vec::new(),
                 };
+                let length = body.len();
                 let response = answer(*status, header, body)?;
-                let length = match response.body() {
-                    StoredBody::Kept(bytes) => bytes.len(),
-                    _ => 0,
-                };
                 let words = format!(
                     "settle it as done: the next retry gets {status} and {length} bytes of body"
                 );

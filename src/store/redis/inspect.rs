@@ -477,7 +477,7 @@ fn trail_entry(value: Value) -> Option<TrailEntry> {
         let mut fields = fields.iter();
         fields.find(|(field, _)| field == name.as_bytes()).map(|(_, value)| value.as_slice())
     };
-    let text = |name| Some(Box::from(std::str::from_utf8(field(name)?).ok()?));
+    let text = |name| -> Option<Box<str>> { Some(std::str::from_utf8(field(name)?).ok()?.into()) };
     Some(TrailEntry {
         id: field("id")?.try_into().ok()?,
         at: Millis(std::str::from_utf8(field("at")?).ok()?.parse().ok()?),
@@ -485,7 +485,7 @@ fn trail_entry(value: Value) -> Option<TrailEntry> {
         why: text("why")?,
         action: text("action")?,
         key: storage_key(field("key")?)?,
-        outcome: text("outcome").filter(|outcome: &Box<str>| !outcome.is_empty()),
+        outcome: text("outcome").filter(|outcome| !outcome.is_empty()),
     })
 }
 

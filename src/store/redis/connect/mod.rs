@@ -201,10 +201,9 @@ impl Connections {
             Self::Pool(pool) => pool.run(message, Urgency::Ordinary).await,
             Self::Cluster(cluster) => cluster.ask_one(primary, message).await,
         };
-        match answer?.value {
-            Value::Array(values) => Ok(values),
-            other => Ok(vec![other]),
-        }
+        let value = answer?.value;
+        // What was asked was several things.
+        Ok(if let Value::Array(values) = value { values } else { Vec::new() })
     }
 
     /// Asks every server that takes writes.
