@@ -18,6 +18,7 @@ use axum::body::Body;
 use axum::extract::Request;
 use axum::middleware::{Next, from_fn};
 use bytes::Bytes;
+use futures_util::FutureExt as _;
 use http::{Method, StatusCode};
 use http_body_util::BodyExt as _;
 use serde_json::{Value, json};
@@ -241,7 +242,7 @@ async fn a_change_is_carried_through_though_its_caller_leaves() {
     let key = unknown(&store, "k").await;
     let seen = version(&operator, key).await;
     let change = operator.settle(key, seen, Settlement::NotApplied, by("x"));
-    assert!(tokio::time::timeout(Duration::ZERO, change).await.is_err(), "it was too fast");
+    assert!(change.now_or_never().is_none(), "a change takes a while");
     for _ in 0..200 {
         tokio::time::sleep(Duration::from_millis(10)).await;
         let trail = operator.trail(1).await.unwrap();
