@@ -468,6 +468,24 @@ async fn an_sqlite_file_is_looked_after_as_well() {
 }
 
 #[tokio::test]
+async fn a_database_of_an_earlier_release_is_read_and_not_changed() {
+    use tower_idempotency::store::sql::sqlx;
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("test.db");
+    let store = SqliteLeaseStore::open(&file).await.unwrap();
+    store.migrate().await.unwrap();
+    let older = "DROP TABLE idempotency_trail; DROP INDEX idempotency_records_unsettled";
+    sqlx::raw_sql(older).execute(store.pool()).await.unwrap();
+    unknown(&store, "lost").await;
+    let cli = Cli::new(format!("sqlite:{}", file.display()));
+    assert!(cli.run(&["list"]).ok().out.contains("outcome unknown"));
+    let settle = ["settle", "not-applied", "lost", "--account", "acme", "--why", "x", "--yes"];
+    let refused = cli.run(&settle).failed(1);
+    assert!(refused.errors.contains("migrate()"), "{refused:?}");
+    assert!(cli.run(&["list"]).ok().out.contains("outcome unknown"), "something was changed");
+}
+
+#[tokio::test]
 async fn a_postgres_database_is_looked_after_as_well() {
     let (_server, url) = PostgresServer::shared();
     let store = PostgresLeaseStore::connect(&url).await.unwrap();

@@ -6,6 +6,7 @@ use super::codec::{COMPLETED, IN_FLIGHT, INDETERMINATE, OPEN, UNTOUCHED};
 use super::{
     Change, Current, Millis, Progress, Record, State, Step, Unreadable, keep, lease_is_over,
 };
+use crate::mistakes::{Mistake, made};
 use crate::token::{Attempt, Fence, HolderId};
 
 /// What the fixed header of a record says: enough to judge where it stands, nothing of its contents.
@@ -191,6 +192,7 @@ pub fn forget(current: &Current, now: Millis, forget: &Forget) -> Step<ForgetOut
     let remove = Step { change: Change::Remove, outcome: ForgetOutcome::Forgotten };
     let sighting = match (current, &forget.seen) {
         (Current::Absent, _) => return keep(ForgetOutcome::Absent),
+        _ if made(Mistake::ForgetAnything) => return remove,
         (Current::Unreadable(_), Seen::Unreadable) => return remove,
         (Current::Unreadable(_), Seen::Record(_)) => return keep(ForgetOutcome::Unreadable),
         (Current::Present(record), _) => record.sighting(),

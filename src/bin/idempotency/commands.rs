@@ -68,7 +68,15 @@ impl Failure {
 impl fmt::Display for Failure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Operator(error) => f.write_str(&chain(error)),
+            Self::Operator(error) => {
+                let chain = chain(error);
+                f.write_str(&chain)?;
+                // The table is named where it is missing, and nowhere else.
+                match chain.contains("idempotency_trail") {
+                    true => f.write_str(" (the schema is older than these tools: run migrate())"),
+                    false => Ok(()),
+                }
+            }
             Self::Failed(message) | Self::Usage(message) => f.write_str(message),
         }
     }

@@ -71,7 +71,11 @@ pub fn harmless(text: &str) -> String {
 /// Rows in columns that are as wide as their widest cell.
 pub fn table(paint: Paint, head: &[&str], rows: &[Vec<Cell>]) -> String {
     let width = |text: &str| text.chars().count();
-    let mut widths: Vec<usize> = head.iter().map(|name| width(name)).collect();
+    let columns = rows.iter().map(Vec::len).chain([head.len()]).max().unwrap_or(0);
+    let mut widths = vec![0; columns];
+    for (column, name) in widths.iter_mut().zip(head) {
+        *column = width(name);
+    }
     for row in rows {
         for (column, cell) in widths.iter_mut().zip(row) {
             *column = (*column).max(width(&cell.text));
