@@ -348,8 +348,9 @@ impl Desk {
         print(&match direct {
             true => "this store has an index that is always right: nothing to do\n".to_owned(),
             false => format!(
-                "{} keys read, {} in flight or unknown, in {}\n",
+                "{} {} read, {} in flight or unknown, in {}\n",
                 step.scanned,
+                if step.scanned == 1 { "key" } else { "keys" },
                 step.found,
                 brief(begun.elapsed())
             ),

@@ -17,7 +17,7 @@ use crate::store::StoreUrl;
 /// Clients' keys and bodies are never printed unless you ask for contents. Every change needs a reason, and is kept
 /// in the store's trail.
 #[derive(Debug, Parser)]
-#[command(name = "idempotency", version, max_term_width = 100)]
+#[command(name = "idempotency", version)]
 #[command(after_help = "Exit codes: 0 done, 1 failed, 2 wrong use, 3 there is no such record, \
                         4 the record is not (any more) what the change was for: nothing was changed.")]
 pub struct Flags {
