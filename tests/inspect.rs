@@ -9,6 +9,7 @@ use std::sync::Arc;
 use support::groups::{RedisCluster, SentinelGroup};
 use support::postgres::PostgresServer;
 use support::redis::RedisServer;
+use tower_idempotency::store::redis::StartupChecks;
 use tower_idempotency::store::redis::deadpool_redis::{Manager, Pool, Runtime};
 use tower_idempotency::store::{
     Inspect, Protected, ProtectionKeyId, ProtectionKeys, Source, Survey, Wanted, conformance,
@@ -75,6 +76,32 @@ async fn a_cluster_can_be_inspected_on_all_of_its_primaries() {
     for node in &cluster.nodes {
         assert!(node.calls_of("scan") > 0, "a primary was passed over");
         assert_eq!(node.calls_of("keys"), 0, "KEYS is never used");
+    }
+}
+
+/// As `src/guide/redis.md` and `src/guide/operations.md` name them.
+#[tokio::test]
+async fn the_rights_that_the_guide_names_are_enough() {
+    let guide = include_str!("../src/guide/operations.md");
+    let (_, rights) = guide.split_once("an operator's ACL user needs `").unwrap();
+    let rights = rights.split_once('`').unwrap().0;
+    let server = RedisServer::start();
+    let mut user = vec!["acl", "setuser", "operator", "on", ">secret", "~idem:*"];
+    user.extend("+eval +evalsha +time +get +set".split_whitespace());
+    user.extend(rights.split_whitespace());
+    server.cli(&user);
+    let url = server.url().replace("redis://", "redis://operator:secret@");
+    let builder = RedisStore::builder().startup_checks(StartupChecks::Skip);
+    conformance::run_all_inspect(&builder.connect(&url).await.unwrap()).await;
+    // Each of them is needed: the same without it does not get through.
+    for right in rights.split_whitespace() {
+        server.cli(&["acl", "setuser", "operator", &right.replace('+', "-")]);
+        let store = RedisStore::builder().startup_checks(StartupChecks::Skip);
+        let store = store.connect(&url).await.unwrap();
+        let suite = tokio::spawn(async move { conformance::run_all_inspect(&store).await });
+        let refused = right != "+zremrangebyrank" && right != "+dbsize";
+        assert_eq!(suite.await.is_err(), refused, "{right}");
+        server.cli(&["acl", "setuser", "operator", right]);
     }
 }
 
