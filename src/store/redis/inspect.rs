@@ -98,7 +98,7 @@ impl RedisStore {
     ) -> Result<Value, StoreError> {
         let mut command = Cmd::new();
         build(&mut command);
-        let call = Call::command(key, command);
+        let call = Call::plain(key, command);
         match self.0.connections.run(&call, Urgency::Ordinary).await {
             Ok(answer) => Ok(answer.value),
             Err(failure) => Err(failed(operation, failure)),

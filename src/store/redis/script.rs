@@ -128,7 +128,7 @@ impl Call {
     }
 
     /// A command on one key, which goes the way that scripts go.
-    pub(super) fn command(key: &str, command: Cmd) -> Self {
+    pub(super) fn plain(key: &str, command: Cmd) -> Self {
         // Nobody answers a plain command with NOSCRIPT, so the script is never sent.
         Self { arguments: command, ..Self::new(&READY, key) }
     }
