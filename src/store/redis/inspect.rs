@@ -93,12 +93,11 @@ impl RedisStore {
     async fn command(
         &self,
         operation: &'static str,
-        key: &str,
         build: impl FnOnce(&mut Cmd),
     ) -> Result<Value, StoreError> {
         let mut command = Cmd::new();
         build(&mut command);
-        let call = Call::plain(key, command);
+        let call = Call::plain(command);
         match self.0.connections.run(&call, Urgency::Ordinary).await {
             Ok(answer) => Ok(answer.value),
             Err(failure) => Err(failed(operation, failure)),
@@ -121,7 +120,7 @@ impl RedisStore {
         let all = |cmd: &mut Cmd| {
             cmd.arg("HGETALL").arg(&key);
         };
-        let value = self.command(operation, &key, all).await?;
+        let value = self.command(operation, all).await?;
         Ok(LastPass::read(&fields(value)))
     }
 
@@ -136,7 +135,7 @@ impl RedisStore {
         let range = |cmd: &mut Cmd| {
             cmd.arg("ZRANGE").arg(index).arg(from).arg(from + count - 1);
         };
-        let value = self.command(operation, index, range).await?;
+        let value = self.command(operation, range).await?;
         Ok(texts(value).into_iter().filter_map(|bytes| storage_key(&bytes)).collect())
     }
 
@@ -346,12 +345,12 @@ impl RedisStore {
                 cmd.arg(*since).arg(&key.as_bytes()[..]);
             }
         };
-        walk.found += integer(&self.command("audit", &index, add).await?);
+        walk.found += integer(&self.command("audit", add).await?);
         if walk.found > INDEX_LENGTH {
             let newest = |cmd: &mut Cmd| {
                 cmd.arg("ZREMRANGEBYRANK").arg(&index).arg(INDEX_LENGTH).arg(-1);
             };
-            self.command("audit", &index, newest).await?;
+            self.command("audit", newest).await?;
         }
         self.expire(&index, ASIDE_SECONDS).await
     }
@@ -360,7 +359,7 @@ impl RedisStore {
         let expire = |cmd: &mut Cmd| {
             cmd.arg("EXPIRE").arg(key).arg(seconds);
         };
-        self.command("audit", key, expire).await.map(drop)
+        self.command("audit", expire).await.map(drop)
     }
 
     /// Puts a complete index in the place of the last one.
@@ -376,7 +375,7 @@ impl RedisStore {
             cmd.arg("scanned").arg(walk.scanned).arg("found").arg(walk.found);
             cmd.arg("left_out").arg(left_out);
         };
-        self.command("audit", &pass, swap).await?;
+        self.command("audit", swap).await?;
         self.expire(&pass, INDEX_SECONDS).await?;
         if let Some(before) = before.filter(|before| before.index != walk.pass) {
             self.expire(&self.index(&before.index), REPLACED_SECONDS).await?;
@@ -569,7 +568,7 @@ impl Inspect for RedisStore {
                 cmd.arg("XREVRANGE").arg(&key).arg("+").arg("-");
                 cmd.arg("COUNT").arg(u64::from(at_most) * 2);
             };
-            let value = self.command("trail", &key, latest).await?;
+            let value = self.command("trail", latest).await?;
             let Value::Array(values) = value else { return Ok(Vec::new()) };
             let mut trail: Vec<TrailEntry> = Vec::new();
             for entry in values.into_iter().filter_map(trail_entry) {

@@ -127,10 +127,16 @@ impl Call {
         Self { script, arguments, key: key.to_owned(), wait: None, in_full: false }
     }
 
-    /// A command on one key, which goes the way that scripts go.
-    pub(super) fn plain(key: &str, command: Cmd) -> Self {
+    /// A command on one key, its first argument. It goes the way that scripts go.
+    pub(super) fn plain(command: Cmd) -> Self {
+        let key = match command.args_iter().nth(1) {
+            Some(::redis::Arg::Simple(key)) => std::str::from_utf8(key).unwrap_or_default(),
+            // The other kind stands for the cursor of a scan.
+            Some(_) | None => "",
+        };
+        let key = key.to_owned();
         // Nobody answers a plain command with NOSCRIPT, so the script is never sent.
-        Self { arguments: command, ..Self::new(&READY, key) }
+        Self { script: &READY, arguments: command, key, wait: None, in_full: false }
     }
 
     /// Asks how many replicas have what the script wrote.
