@@ -12,6 +12,8 @@
 )]
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
+#[cfg(feature = "admin")]
+pub mod admin;
 mod checkpoint;
 #[cfg(feature = "client")]
 pub mod client;

@@ -26,6 +26,8 @@ pub(crate) enum Mistake {
     UnreadableIsAbsent,
     /// `resolve` settles whatever it finds.
     ResolveAnything,
+    /// `forget` removes whatever it finds.
+    ForgetAnything,
     /// A run that takes over counts as untouched.
     TakeoverIsUntouched,
     /// The handler runs in the connection's future, and dies with it.

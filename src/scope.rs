@@ -264,6 +264,13 @@ impl StorageKey {
         URL_SAFE_NO_PAD.encode(self.0)
     }
 
+    /// Reads what [`to_text`](Self::to_text) wrote.
+    #[must_use]
+    pub fn from_text(text: &str) -> Option<Self> {
+        let bytes = URL_SAFE_NO_PAD.decode(text).ok()?;
+        bytes.try_into().ok().map(Self)
+    }
+
     /// Writes that name, and says how long it is.
     #[cfg(feature = "redis")]
     pub(crate) fn write_text(self, to: &mut [u8]) -> usize {
@@ -417,6 +424,8 @@ mod tests {
         let key = StorageKey::new(&Identity::from("acme"), &key("pay-1"));
         assert_eq!(key.to_text(), PINNED);
         assert_eq!(key.to_text().len(), 32);
+        assert_eq!(StorageKey::from_text(PINNED), Some(key));
+        assert_eq!(StorageKey::from_text(&PINNED[1..]), None);
         assert_eq!(key.log_id().len(), 12);
     }
     const PINNED: &str = "WZKOOi7bPYzTVUniJGC3aL3UHiGvVOrX";

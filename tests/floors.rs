@@ -43,6 +43,8 @@ const TOP: &[(&str, u8)] = &[
     ("inbox", 6),
     ("outbox", 6),
     ("sidecar", 6),
+    // Programs use the crate from outside.
+    ("bin", ROOF),
     ("guide", ROOF),
     ("lib", ROOF),
 ];
@@ -67,6 +69,8 @@ const STATUS_CODES: &[&str] = &[
     "middleware/extension.rs",
     // What a server's status means for a client that may retry.
     "client/judge.rs",
+    // What an operator's mistake is answered with.
+    "admin/router.rs",
 ];
 
 /// Where a file or an import stands.

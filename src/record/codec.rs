@@ -22,7 +22,7 @@ use std::time::Duration;
 
 use bytes::{Buf, BufMut, Bytes, BytesMut};
 
-use super::{Millis, Progress, Record, State, millis};
+use super::{Millis, Progress, Record, Sighting, Standing, State, millis};
 use crate::fingerprint::{Fingerprint, RecipeId};
 use crate::token::{Attempt, Fence, HolderId};
 
@@ -33,11 +33,11 @@ pub const HEADER_LENGTH: usize = 84;
 const MAX_48: u64 = (1 << 48) - 1;
 
 const VERSION: u8 = 1;
-const IN_FLIGHT: u8 = 1;
-const OPEN: u8 = 2;
-const INDETERMINATE: u8 = 3;
-const COMPLETED: u8 = 4;
-const UNTOUCHED: u8 = 5;
+pub(super) const IN_FLIGHT: u8 = 1;
+pub(super) const OPEN: u8 = 2;
+pub(super) const INDETERMINATE: u8 = 3;
+pub(super) const COMPLETED: u8 = 4;
+pub(super) const UNTOUCHED: u8 = 5;
 
 /// What a store found under a storage key.
 #[derive(Clone, Debug, Eq, PartialEq)]
@@ -165,4 +165,36 @@ impl Record {
             state,
         })
     }
+}
+
+/// Reads the header of a record that is `length` bytes long in all.
+pub(super) fn sighting(mut header: &[u8], length: usize) -> Result<Sighting, Unreadable> {
+    if header.first() != Some(&VERSION) {
+        return Err(Unreadable::Version);
+    }
+    if header.len() < HEADER_LENGTH || length < header.len() {
+        return Err(Unreadable::Damaged);
+    }
+    header.advance(1);
+    let standing = Standing::of(header.get_u8()).ok_or(Unreadable::Damaged)?;
+    header.advance(36);
+    let mut holder = [0; 16];
+    header.copy_to_slice(&mut holder);
+    let attempt = Attempt::from_number(header.get_u32());
+    let fence = Fence::from_number(header.get_uint(6));
+    let created = Millis(header.get_uint(6));
+    let at = Millis(header.get_uint(6));
+    let measure = header.get_u32();
+    let checkpoint = header.get_u32() as usize;
+    let (response, lease) = match standing {
+        Standing::Completed if measure == 0 => return Err(Unreadable::Damaged),
+        Standing::Completed => (measure as usize, Duration::ZERO),
+        Standing::InFlight | Standing::Untouched => (0, Duration::from_millis(u64::from(measure))),
+        Standing::Open | Standing::Indeterminate => (0, Duration::ZERO),
+    };
+    if length - HEADER_LENGTH != checkpoint + response {
+        return Err(Unreadable::Damaged);
+    }
+    let holder = HolderId::from_bytes(holder);
+    Ok(Sighting { standing, holder, attempt, fence, created, at, lease })
 }

@@ -16,12 +16,14 @@
 //!                                 └─ Indeterminate ── complete (late, by the last holder) or
 //!                                                     resolve(completed) ──▶ Completed
 //! ```
+//! An operator may also [`forget`] any record under which nobody runs: its key is Absent again.
 //!
 //! Two times, never one: the **lease** is a field compared with the store's clock, **retention** is
 //! how long the store keeps a record. What survives the end of a lease is everything, above all the
 //! fingerprint and the holder.
 
 mod codec;
+mod sighting;
 #[cfg(test)]
 mod tests;
 mod verbs;
@@ -31,6 +33,7 @@ use std::time::Duration;
 use bytes::Bytes;
 
 pub use codec::{Current, HEADER_LENGTH, Unreadable};
+pub use sighting::{Forget, ForgetOutcome, MARK_LENGTH, Seen, Sighting, Standing, forget};
 pub use verbs::*;
 
 use crate::fingerprint::{Comparison, Fingerprint};
@@ -181,6 +184,8 @@ pub enum Change {
         /// When the store may forget it.
         expires: Expires,
     },
+    /// The record goes. Only [`forget`] asks for this.
+    Remove,
 }
 
 /// When the store may forget a record.

@@ -9,11 +9,14 @@ use std::time::Duration;
 use tokio::sync::watch;
 use tokio::time::sleep;
 
-use super::{Lease, Store, StoreFuture};
+use super::{
+    AuditCursor, AuditStep, Inspect, Lease, Listing, LogId, Sight, Store, StoreFuture, TrailEntry,
+    Wanted,
+};
 use crate::error::{StoreError, StoreErrorKind};
 use crate::record::{
-    Claim, ClaimOutcome, CompleteOutcome, Completion, Release, ReleaseOutcome, RenewOutcome,
-    Renewal, Resolution, ResolveOutcome,
+    Claim, ClaimOutcome, CompleteOutcome, Completion, Forget, ForgetOutcome, Release,
+    ReleaseOutcome, RenewOutcome, Renewal, Resolution, ResolveOutcome,
 };
 use crate::scope::StorageKey;
 
@@ -49,7 +52,7 @@ struct Line {
     reached: usize,
 }
 
-/// A verb of [`Store`].
+/// A verb of [`Store`], or one of [`Inspect`] that can be made to fail.
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
 #[non_exhaustive]
 pub enum Verb {
@@ -65,12 +68,27 @@ pub enum Verb {
     Resolve,
     /// [`Store::ready`].
     Ready,
+    /// [`Inspect::look`].
+    Look,
+    /// [`Inspect::forget`].
+    Forget,
+    /// [`Inspect::note`].
+    Note,
 }
 
 impl Verb {
     /// All of them.
-    pub const ALL: [Self; 6] =
-        [Self::Claim, Self::Renew, Self::Complete, Self::Release, Self::Resolve, Self::Ready];
+    pub const ALL: [Self; 9] = [
+        Self::Claim,
+        Self::Renew,
+        Self::Complete,
+        Self::Release,
+        Self::Resolve,
+        Self::Ready,
+        Self::Look,
+        Self::Forget,
+        Self::Note,
+    ];
 
     fn name(self) -> &'static str {
         match self {
@@ -80,6 +98,9 @@ impl Verb {
             Self::Release => "release",
             Self::Resolve => "resolve",
             Self::Ready => "ready",
+            Self::Look => "look",
+            Self::Forget => "forget",
+            Self::Note => "note",
         }
     }
 }
@@ -315,6 +336,44 @@ impl<S: Store> Store for Faulty<S> {
 
     fn ready(&self) -> StoreFuture<'_, ()> {
         Box::pin(self.run(Verb::Ready, async move { self.inner.store.ready().await }))
+    }
+}
+
+/// Lists, searches and audits work always.
+impl<S: Inspect> Inspect for Faulty<S> {
+    fn look(&self, key: StorageKey) -> StoreFuture<'_, Sight> {
+        let call = async move { self.inner.store.look(key).await };
+        Box::pin(self.run(Verb::Look, call))
+    }
+
+    fn forget<'a>(&'a self, key: StorageKey, forget: &'a Forget) -> StoreFuture<'a, ForgetOutcome> {
+        let call = async move { self.inner.store.forget(key, forget).await };
+        Box::pin(self.run(Verb::Forget, call))
+    }
+
+    fn list<'a>(&'a self, wanted: &'a Wanted) -> StoreFuture<'a, Listing> {
+        self.inner.store.list(wanted)
+    }
+
+    fn find(&self, id: LogId) -> StoreFuture<'_, Vec<StorageKey>> {
+        self.inner.store.find(id)
+    }
+
+    fn audit<'a>(
+        &'a self,
+        cursor: Option<&'a AuditCursor>,
+        at_most: u32,
+    ) -> StoreFuture<'a, AuditStep> {
+        self.inner.store.audit(cursor, at_most)
+    }
+
+    fn note<'a>(&'a self, entry: &'a TrailEntry) -> StoreFuture<'a, ()> {
+        let call = async move { self.inner.store.note(entry).await };
+        Box::pin(self.run(Verb::Note, call))
+    }
+
+    fn trail(&self, at_most: u32) -> StoreFuture<'_, Vec<TrailEntry>> {
+        self.inner.store.trail(at_most)
     }
 }
 

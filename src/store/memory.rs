@@ -1,7 +1,7 @@
 //! The memory store: one process, nothing survives it. For tests, examples and single-node services
 //! whose retries never outlive a restart.
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::fmt;
 use std::future::ready;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -10,12 +10,16 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use bytes::Bytes;
 use tokio::time::Instant;
 
-use super::{Lease, Store, StoreFuture};
+use super::inspect::TRAIL_LENGTH;
+use super::{
+    AuditCursor, AuditStep, Contents, Entry, Inspect, Lease, Listing, LogId, Page, Sight, Source,
+    Store, StoreFuture, TrailEntry, Wanted,
+};
 use crate::error::{ConfigError, StoreError, StoreErrorKind};
 use crate::record::{
-    self, Change, Claim, ClaimOutcome, CompleteOutcome, Completion, Current, Expires, Millis,
-    Record, Release, ReleaseOutcome, RenewOutcome, Renewal, Resolution, ResolveOutcome, State,
-    Step,
+    self, Change, Claim, ClaimOutcome, CompleteOutcome, Completion, Current, Expires, Forget,
+    ForgetOutcome, Millis, Record, Release, ReleaseOutcome, RenewOutcome, Renewal, Resolution,
+    ResolveOutcome, State, Step,
 };
 use crate::scope::StorageKey;
 
@@ -29,6 +33,7 @@ use crate::scope::StorageKey;
 /// 100,000 records (a day of one payment a second, and then some) and 256 MiB of responses.
 pub struct MemoryStore {
     records: Mutex<Records>,
+    trail: Mutex<VecDeque<TrailEntry>>,
     clock: Clock,
     max_records: usize,
     max_bytes: usize,
@@ -63,12 +68,17 @@ impl MemoryStore {
     #[must_use]
     pub fn new() -> Self {
         let MemoryStoreBuilder { max_records, max_bytes } = Self::builder();
-        Self { records: Mutex::default(), clock: Clock::start(), max_records, max_bytes }
+        Self::bounded(max_records, max_bytes)
     }
 
     /// A store with other bounds.
     pub fn builder() -> MemoryStoreBuilder {
         MemoryStoreBuilder { max_records: 100_000, max_bytes: 256 << 20 }
+    }
+
+    fn bounded(max_records: usize, max_bytes: usize) -> Self {
+        let (records, trail) = (Mutex::default(), Mutex::default());
+        Self { records, trail, clock: Clock::start(), max_records, max_bytes }
     }
 
     /// How many records are held, those past their retention included until they are swept.
@@ -103,12 +113,16 @@ impl MemoryStore {
         };
         let is_new = current == Current::Absent;
         let Step { change, outcome } = verb(current, now);
-        if let Change::Write { record, expires } = change {
-            let starts = matches!(record.state, State::InFlight { .. });
-            if is_new && starts && !self.has_room(&mut records, now) {
-                return Err(NoRoom);
+        match change {
+            Change::Keep => {}
+            Change::Write { record, expires } => {
+                let starts = matches!(record.state, State::InFlight { .. });
+                if is_new && starts && !self.has_room(&mut records, now) {
+                    return Err(NoRoom);
+                }
+                records.put(key, *record, expires);
             }
-            records.put(key, *record, expires);
+            Change::Remove => drop(records.take(key)),
         }
         Ok(outcome)
     }
@@ -176,17 +190,20 @@ impl MemoryStoreBuilder {
         if max_bytes == 0 {
             return Err(ConfigError::Zero("max_bytes"));
         }
-        Ok(MemoryStore { records: Mutex::default(), clock: Clock::start(), max_records, max_bytes })
+        Ok(MemoryStore::bounded(max_records, max_bytes))
     }
 }
 
 impl Records {
+    fn take(&mut self, key: StorageKey) -> Option<Slot> {
+        let old = self.by_key.remove(&key)?;
+        self.by_expiry.remove(&(old.expires, key));
+        self.bytes -= weight(&old.record);
+        Some(old)
+    }
+
     fn put(&mut self, key: StorageKey, record: Record, expires: Expires) {
-        let old = self.by_key.remove(&key);
-        if let Some(old) = &old {
-            self.by_expiry.remove(&(old.expires, key));
-            self.bytes -= weight(&old.record);
-        }
+        let old = self.take(key);
         let expires = match (expires, old) {
             (Expires::At(at), _) => at,
             (Expires::AsBefore, Some(old)) => old.expires,
@@ -297,6 +314,76 @@ impl Store for MemoryStore {
     fn ready(&self) -> StoreFuture<'_, ()> {
         drop(self.lock());
         Box::pin(ready(Ok(())))
+    }
+}
+
+/// All records are here, so lists and searches go over them directly.
+impl Inspect for MemoryStore {
+    fn look(&self, key: StorageKey) -> StoreFuture<'_, Sight> {
+        let records = self.lock();
+        let now = self.clock.now();
+        let slot = records.by_key.get(&key).filter(|slot| slot.expires > now);
+        let (current, expires) = match slot {
+            Some(slot) => (Current::Present(slot.record.clone()), Some(slot.expires)),
+            None => (Current::Absent, None),
+        };
+        Box::pin(ready(Ok(Sight { current, contents: Contents::Readable, now, expires })))
+    }
+
+    fn forget<'a>(&'a self, key: StorageKey, forget: &'a Forget) -> StoreFuture<'a, ForgetOutcome> {
+        let verb = |current, now| record::forget(&current, now, forget);
+        Self::answer("forget", self.step(key, verb))
+    }
+
+    fn list<'a>(&'a self, wanted: &'a Wanted) -> StoreFuture<'a, Listing> {
+        let records = self.lock();
+        let now = self.clock.now();
+        let order = |entry: &Entry| {
+            let since = entry.sighting.since(now).0;
+            (i64::try_from(since).unwrap_or(i64::MAX), entry.key)
+        };
+        let after = wanted.after.as_ref().and_then(Page::place);
+        let alive = records.by_key.iter().filter(|(_, slot)| slot.expires > now);
+        let mut entries: Vec<Entry> = alive
+            .map(|(&key, slot)| Entry { key, sighting: slot.record.sighting() })
+            .filter(|entry| wanted.survey.takes(&entry.sighting, now))
+            .filter(|entry| after.is_none_or(|after| order(entry) > after))
+            .collect();
+        entries.sort_by_key(order);
+        let at_most = wanted.at_most.max(1) as usize;
+        let more = (entries.len() > at_most).then(|| order(&entries[at_most - 1]));
+        entries.truncate(at_most);
+        let more = more.map(|(number, key)| Page::at(number, key));
+        Box::pin(ready(Ok(Listing { entries, more, source: Source::Direct, now })))
+    }
+
+    fn find(&self, id: LogId) -> StoreFuture<'_, Vec<StorageKey>> {
+        let records = self.lock();
+        let now = self.clock.now();
+        let alive = records.by_key.iter().filter(|(_, slot)| slot.expires > now);
+        let keys = alive.map(|(&key, _)| key).filter(|key| id.names(*key)).collect();
+        Box::pin(ready(Ok(keys)))
+    }
+
+    fn audit<'a>(&'a self, _: Option<&'a AuditCursor>, _: u32) -> StoreFuture<'a, AuditStep> {
+        let scanned = self.len() as u64;
+        Box::pin(ready(Ok(AuditStep { next: None, scanned, found: 0, about: scanned })))
+    }
+
+    fn note<'a>(&'a self, entry: &'a TrailEntry) -> StoreFuture<'a, ()> {
+        let at = self.clock.now();
+        let mut trail = self.trail.lock().unwrap_or_else(PoisonError::into_inner);
+        match trail.iter_mut().find(|known| known.id == entry.id) {
+            Some(known) => *known = TrailEntry { at: known.at, ..entry.clone() },
+            None => trail.push_front(TrailEntry { at, ..entry.clone() }),
+        }
+        trail.truncate(TRAIL_LENGTH as usize);
+        Box::pin(ready(Ok(())))
+    }
+
+    fn trail(&self, at_most: u32) -> StoreFuture<'_, Vec<TrailEntry>> {
+        let trail = self.trail.lock().unwrap_or_else(PoisonError::into_inner);
+        Box::pin(ready(Ok(trail.iter().take(at_most as usize).cloned().collect())))
     }
 }
 

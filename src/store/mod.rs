@@ -12,12 +12,14 @@
 //! 4. A completed record is returned unchanged until its retention ends. Nothing evicts it earlier.
 //! 5. Leases and retention are judged by the store's clock, never by the caller's.
 //!
-//! There is no verb that only reads: it would invite "check, then act".
+//! There is no verb that only reads: it would invite "check, then act". Operators have a trait of their
+//! own, [`Inspect`], which the layer never sees.
 
 #[cfg(feature = "conformance")]
 pub mod conformance;
 #[cfg(feature = "conformance")]
 mod faulty;
+mod inspect;
 mod memory;
 #[cfg(feature = "protect")]
 mod protected;
@@ -36,6 +38,10 @@ use http::Extensions;
 
 #[cfg(feature = "conformance")]
 pub use faulty::{Fault, Faulty, Gate, Verb};
+pub use inspect::{
+    AuditCursor, AuditStep, Contents, Entry, Inspect, Listing, LogId, Page, Pass, Sight, Source,
+    Survey, TrailEntry, Wanted,
+};
 pub use memory::{MemoryStore, MemoryStoreBuilder};
 #[cfg(feature = "protect")]
 pub use protected::{Protected, ProtectionKeyId, ProtectionKeys};

@@ -21,10 +21,13 @@ use aes_gcm_siv::{Aes256GcmSiv, KeyInit as _, Nonce};
 use bytes::{BufMut as _, Bytes, BytesMut};
 use sha2::{Digest as _, Sha256};
 
-use super::{Lease, Store, StoreFuture};
+use super::{
+    AuditCursor, AuditStep, Contents, Inspect, Lease, Listing, LogId, Sight, Store, StoreFuture,
+    TrailEntry, Wanted,
+};
 use crate::record::{
-    Claim, ClaimOutcome, CompleteOutcome, Completion, Finding, Release, ReleaseOutcome,
-    RenewOutcome, Renewal, Resolution, ResolveOutcome,
+    Claim, ClaimOutcome, CompleteOutcome, Completion, Current, Finding, Forget, ForgetOutcome,
+    Release, ReleaseOutcome, RenewOutcome, Renewal, Resolution, ResolveOutcome, State,
 };
 use crate::scope::StorageKey;
 use crate::token::HolderId;
@@ -313,6 +316,56 @@ impl<S: Store> Store for Protected<S> {
 
     fn ready(&self) -> StoreFuture<'_, ()> {
         self.store.ready()
+    }
+}
+
+/// Looking opens what was sealed; everything else goes by what the store inside can read itself.
+impl<S: Inspect> Inspect for Protected<S> {
+    fn look(&self, key: StorageKey) -> StoreFuture<'_, Sight> {
+        Box::pin(async move {
+            let mut sight = self.store.look(key).await?;
+            if let Current::Present(record) = &mut sight.current {
+                let mut open = |kind, sealed: &mut Bytes| match self.keys.open(kind, key, sealed) {
+                    Some(text) => *sealed = text,
+                    None => sight.contents = Contents::Sealed,
+                };
+                if !record.checkpoint.is_empty() {
+                    open(Kind::Checkpoint, &mut record.checkpoint);
+                }
+                if let State::Completed { response, .. } = &mut record.state {
+                    open(Kind::Response, response);
+                }
+            }
+            Ok(sight)
+        })
+    }
+
+    fn forget<'a>(&'a self, key: StorageKey, forget: &'a Forget) -> StoreFuture<'a, ForgetOutcome> {
+        self.store.forget(key, forget)
+    }
+
+    fn list<'a>(&'a self, wanted: &'a Wanted) -> StoreFuture<'a, Listing> {
+        self.store.list(wanted)
+    }
+
+    fn find(&self, id: LogId) -> StoreFuture<'_, Vec<StorageKey>> {
+        self.store.find(id)
+    }
+
+    fn audit<'a>(
+        &'a self,
+        cursor: Option<&'a AuditCursor>,
+        at_most: u32,
+    ) -> StoreFuture<'a, AuditStep> {
+        self.store.audit(cursor, at_most)
+    }
+
+    fn note<'a>(&'a self, entry: &'a TrailEntry) -> StoreFuture<'a, ()> {
+        self.store.note(entry)
+    }
+
+    fn trail(&self, at_most: u32) -> StoreFuture<'_, Vec<TrailEntry>> {
+        self.store.trail(at_most)
     }
 }
 

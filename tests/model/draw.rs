@@ -7,8 +7,8 @@ use bytes::Bytes;
 use rand::Rng as _;
 use rand::seq::IndexedRandom as _;
 use tower_idempotency::record::{
-    Claim, Completion, Effects, Finding, Grant, Millis, OnExpired, Progress, Record, Release,
-    Renewal, Resolution, State, Terms, Verdict, Writes,
+    Claim, Completion, Effects, Finding, Forget, Grant, Millis, OnExpired, Progress, Record,
+    Release, Renewal, Resolution, Seen, State, Terms, Verdict, Writes,
 };
 use tower_idempotency::{Attempt, Fence, Fingerprint, Fingerprints, HolderId, Lease, RecipeId};
 
@@ -21,6 +21,7 @@ pub(super) enum Operation {
     Complete(usize, Completion),
     Release(usize, Release),
     Resolve(Resolution),
+    Forget(Forget),
 }
 
 impl fmt::Debug for Operation {
@@ -31,6 +32,7 @@ impl fmt::Debug for Operation {
             Self::Complete(of, completion) => write!(f, "lease {of}, {completion:?}"),
             Self::Release(of, release) => write!(f, "lease {of}, {release:?}"),
             Self::Resolve(resolution) => resolution.fmt(f),
+            Self::Forget(forget) => forget.fmt(f),
         }
     }
 }
@@ -82,20 +84,21 @@ impl Sequence {
 
     pub(super) fn draw_operation(&mut self) -> Operation {
         let of = self.draw_lease();
-        match self.random.random_range(0..10) {
-            0..4 => Operation::Claim(self.draw_claim()),
-            4 => {
+        match self.random.random_range(0..21) {
+            20 => Operation::Forget(self.draw_forget()),
+            0..8 => Operation::Claim(self.draw_claim()),
+            8..10 => {
                 let checkpoint = self.random.random_bool(0.5).then(|| self.draw_bytes(0));
                 Operation::Renew(of, Renewal { terms: self.draw_terms(), checkpoint })
             }
-            5..7 => {
+            10..14 => {
                 let response = self.draw_bytes(1);
                 Operation::Complete(
                     of,
                     Completion { terms: self.draw_terms(), response, writes: Writes::Keep },
                 )
             }
-            7 => {
+            14..16 => {
                 let verdict =
                     *[Verdict::NoEffect, Verdict::Unknown].choose(&mut self.random).unwrap();
                 Operation::Release(of, Release { terms: self.draw_terms(), verdict })
@@ -119,6 +122,19 @@ impl Sequence {
                 })
             }
         }
+    }
+
+    /// What stands there now, most of the time; or something that never did.
+    fn draw_forget(&mut self) -> Forget {
+        let record = match self.record_held(now()) {
+            Some(record) if self.random.random_bool(0.8) => record,
+            _ => self.draw_record(),
+        };
+        let seen = match self.random.random_bool(0.2) {
+            true => Seen::Unreadable,
+            false => Seen::Record(record.sighting()),
+        };
+        Forget { seen }
     }
 
     /// The latest lease most of the time.

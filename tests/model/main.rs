@@ -31,9 +31,10 @@ use rand::{Rng as _, SeedableRng as _};
 use support::postgres::PostgresServer;
 use support::redis::RedisServer;
 use tower_idempotency::record::{
-    self, Change, ClaimOutcome, CompleteOutcome, Current, Expires, Grant, Millis, Progress, Record,
-    State, Step, Unsettled,
+    self, Change, ClaimOutcome, CompleteOutcome, Current, Expires, ForgetOutcome, Grant, Millis,
+    Progress, Record, Seen, State, Step, Unsettled,
 };
+use tower_idempotency::store::Inspect;
 use tower_idempotency::store::redis::redis;
 use tower_idempotency::store::sql::sqlx;
 use tower_idempotency::{
@@ -106,7 +107,7 @@ async fn sqlite_agrees_with_the_protocol() {
 }
 
 /// Runs so many sequences, unless the environment asks for others.
-async fn run(store: &dyn Store, door: Door, usual: usize) -> usize {
+async fn run(store: &dyn Inspect, door: Door, usual: usize) -> usize {
     let seed = env::var("TOWER_IDEMPOTENCY_SEED")
         .map_or_else(|_| rand::random(), |seed| seed.parse().expect("a seed is a number"));
     let sequences = env::var("TOWER_IDEMPOTENCY_SEQUENCES")
@@ -117,7 +118,7 @@ async fn run(store: &dyn Store, door: Door, usual: usize) -> usize {
 
     let mut worlds: Vec<Sequence> =
         (0..sequences).map(|number| Sequence::new(seed, number)).collect();
-    let mut seen = Seen::default();
+    let mut reached = Reached::default();
     for round in 0..ROUNDS {
         let steps = worlds.iter_mut().map(|sequence| {
             let mut door = door.clone();
@@ -128,21 +129,21 @@ async fn run(store: &dyn Store, door: Door, usual: usize) -> usize {
             }
         });
         for outcome in join_all(steps).await {
-            seen.add(&outcome);
+            reached.add(&outcome);
         }
         tokio::time::sleep(BETWEEN_ROUNDS).await;
     }
     if sequences >= usual {
-        seen.assert_everything_was_reached();
+        reached.assert_everything_was_reached();
     }
     sequences
 }
 
 /// Which outcomes came up: a test that never gets somewhere proves nothing about it.
 #[derive(Default)]
-struct Seen(std::collections::BTreeMap<String, usize>);
+struct Reached(std::collections::BTreeMap<String, usize>);
 
-impl Seen {
+impl Reached {
     fn add(&mut self, outcome: &str) {
         *self.0.entry(outcome.to_owned()).or_default() += 1;
     }
@@ -174,6 +175,11 @@ impl Seen {
             "resolve Resolved",
             "resolve Changed",
             "resolve Unreadable",
+            "forget Forgotten",
+            "forget Absent",
+            "forget InFlight",
+            "forget Changed",
+            "forget Unreadable",
         ] {
             assert!(self.0.contains_key(expected), "{expected} was never reached: {:?}", self.0);
         }
@@ -222,7 +228,7 @@ impl Sequence {
 
     async fn step(
         &mut self,
-        store: &dyn Store,
+        store: &dyn Inspect,
         memory: &MemoryStore,
         door: &mut Door,
         named: &str,
@@ -311,6 +317,33 @@ impl Sequence {
                 }
                 (step.change, format!("resolve {:?}", step.outcome))
             }
+            Operation::Forget(forget) => {
+                let mut step = record::forget(&self.current(now), now, forget);
+                if matches!((&self.held, forget.seen), (Held::ForeignType, Seen::Unreadable)) {
+                    // What is no string of bytes is not even forgotten.
+                    step = Step { change: Change::Keep, outcome: ForgetOutcome::Unreadable };
+                }
+                let told = store.forget(self.key, forget).await.expect(&context);
+                assert_forgets_agree(name, &step.outcome, &told, &context);
+                if !self.with_garbage {
+                    // Its moments are its own, and about as great.
+                    let own = memory.look(self.key).await.expect(&context);
+                    let mut forget = *forget;
+                    if let (Seen::Record(seen), Some(held), Some(own)) =
+                        (&mut forget.seen, self.record_held(now), own.record())
+                        && seen.mark() == held.sighting().mark()
+                    {
+                        *seen = own.sighting();
+                    }
+                    let memory = memory.forget(self.key, &forget).await.expect(&context);
+                    assert_forgets_agree("memory", &step.outcome, &memory, &context);
+                }
+                let name = match step.outcome {
+                    ForgetOutcome::InFlight { .. } => "forget InFlight".to_owned(),
+                    other => format!("forget {other:?}"),
+                };
+                (step.change, name)
+            }
         };
         self.apply(change, now);
         self.compare_what_is_stored(door, now, &context).await;
@@ -335,7 +368,11 @@ impl Sequence {
     }
 
     fn apply(&mut self, change: Change, now: Millis) {
-        let Change::Write { record, expires } = change else { return };
+        let (record, expires) = match change {
+            Change::Keep => return,
+            Change::Remove => return self.held = Held::Nothing,
+            Change::Write { record, expires } => (record, expires),
+        };
         let before = match &self.held {
             Held::Bytes { expires, .. } => *expires,
             Held::Nothing | Held::ForeignType => now,
@@ -479,6 +516,18 @@ fn assert_claims_agree(
             close(expected.fence.number(), got.fence.number())
                 && Unsettled { fence: got.fence, ..expected.clone() } == *got
         }
+        (expected, got) => expected == got,
+    };
+    assert!(agree, "{store} says {got:?}, not {expected:?}, {context}");
+}
+
+#[track_caller]
+fn assert_forgets_agree(store: &str, expected: &ForgetOutcome, got: &ForgetOutcome, context: &str) {
+    let agree = match (expected, got) {
+        (
+            ForgetOutcome::InFlight { remaining: expected },
+            ForgetOutcome::InFlight { remaining: got },
+        ) => close(expected.as_millis() as u64, got.as_millis() as u64),
         (expected, got) => expected == got,
     };
     assert!(agree, "{store} says {got:?}, not {expected:?}, {context}");

@@ -102,8 +102,15 @@ impl PostgresServer {
     /// Runs one statement and gives what it printed.
     #[track_caller]
     pub fn psql(&self, sql: &str) -> String {
+        self.psql_in("postgres", sql)
+    }
+
+    /// The same in another database.
+    #[track_caller]
+    pub fn psql_in(&self, database: &str, sql: &str) -> String {
+        let url = self.url().replace("/postgres?", &format!("/{database}?"));
         let output = Command::new(program("psql"))
-            .args(["-X", "-q", "-t", "-A", "-d", &self.url(), "-c", sql])
+            .args(["-X", "-q", "-t", "-A", "-d", &url, "-c", sql])
             .stdin(Stdio::null())
             .output()
             .unwrap_or_else(|error| missing("psql", &error));

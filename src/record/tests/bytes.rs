@@ -20,6 +20,26 @@ proptest! {
         let _ = Record::decode(bytes.into());
     }
 
+    /// Whoever reads the header alone and whoever reads everything never disagree.
+    #[test]
+    fn a_header_that_is_read_alone_says_what_the_whole_record_says(
+        record in any_record(),
+        state in prop_oneof![4 => Just(None), 1 => (0_u8..7).prop_map(Some)],
+        cut in prop_oneof![4 => Just(0_usize), 1 => 0..90_usize],
+        more in prop_oneof![4 => Just(0_usize), 1 => 0..3_usize],
+    ) {
+        let mut bytes = record.encode().to_vec();
+        if let Some(state) = state {
+            bytes[1] = state;
+        }
+        bytes.truncate(bytes.len() - cut.min(bytes.len()));
+        bytes.extend(vec![7; more]);
+        let header = &bytes[..bytes.len().min(HEADER_LENGTH)];
+        let sighting = Sighting::read(header, bytes.len());
+        let whole = Record::decode(bytes.clone().into()).map(|record| record.sighting());
+        prop_assert_eq!(sighting, whole);
+    }
+
     #[test]
     fn any_bytes_behind_the_version_are_read_or_refused_and_read_back_the_same(
         state in 0_u8..7,

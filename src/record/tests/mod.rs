@@ -79,6 +79,7 @@ fn any_current() -> impl Strategy<Value = Current> {
 fn after<T>(before: &Current, step: &Step<T>) -> Current {
     match &step.change {
         Change::Keep => before.clone(),
+        Change::Remove => Current::Absent,
         Change::Write { record, .. } => Current::Present((**record).clone()),
     }
 }

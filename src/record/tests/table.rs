@@ -134,6 +134,17 @@ resolve nothing   | in flight,untouched,indeterminate,completed | attempt:same h
 resolve nothing   | open          | attempt:same holder:foreign                   | changed       | -
 resolve nothing   | open          | attempt:same holder:nobody                    | resolved      | -
 resolve nothing   | in flight,untouched,open,indeterminate,completed | attempt:other        | changed       | -
+
+# Forget: anything under which nobody runs, if it is still what was seen. `seen` is the record as it stands
+# (`same`), one of another moment, state, holder or attempt (`other`), or that it cannot be read (`unreadable`).
+forget            | absent        |                                               | absent        | -
+forget            | unreadable    | seen:unreadable                               | forgotten     | gone
+forget            | unreadable    | seen:same,other                               | unreadable    | -
+forget            | in flight,untouched | lease:runs                              | still running | -
+forget            | in flight,untouched | lease:over seen:same                    | forgotten     | gone
+forget            | in flight,untouched | lease:over seen:other,unreadable        | changed       | -
+forget            | open,indeterminate,completed | seen:same                      | forgotten     | gone
+forget            | open,indeterminate,completed | seen:other,unreadable          | changed       | -
 ";
 
 /// The record was written under other terms than the ones that come with the verb.
@@ -162,6 +173,8 @@ struct Rule {
     told: &'static str,
     /// State, run, checkpoint, time; nothing is written if there is none.
     written: Option<[&'static str; 4]>,
+    /// The record is gone.
+    removed: bool,
 }
 
 fn rules() -> Vec<Rule> {
@@ -179,8 +192,9 @@ fn rules() -> Vec<Rule> {
                 states: cells[1].split(',').collect(),
                 when: when.collect(),
                 told: cells[3],
+                removed: cells[4..] == ["gone"],
                 written: match &cells[4..] {
-                    ["-"] => None,
+                    ["-"] | ["gone"] => None,
                     [state, run, checkpoint, time] => Some([state, run, checkpoint, time]),
                     _ => panic!("a rule writes nothing or four things: {line}"),
                 },
@@ -234,8 +248,9 @@ impl Case {
     fn check<T: PartialEq + fmt::Debug>(&self, rule: &Rule, step: Step<T>, told: T, run: &Run) {
         assert_eq!(step.outcome, told, "told\n{}\n{self:?}", rule.line);
         let expected = rule.written.map(|written| run.written(self, written));
+        assert_eq!(step.change == Change::Remove, rule.removed, "gone\n{}\n{self:?}", rule.line);
         let actual = match step.change {
-            Change::Keep => None,
+            Change::Keep | Change::Remove => None,
             Change::Write { record, expires } => Some((*record, expires)),
         };
         assert_eq!(actual, expected, "written\n{}\n{self:?}", rule.line);
@@ -473,6 +488,49 @@ fn told_by_resolve(told: &str) -> ResolveOutcome {
     }
 }
 
+fn told_by_forget(told: &str, case: &Case) -> ForgetOutcome {
+    match (told, &case.current) {
+        ("forgotten", _) => ForgetOutcome::Forgotten,
+        ("absent", _) => ForgetOutcome::Absent,
+        ("changed", _) => ForgetOutcome::Changed,
+        ("unreadable", _) => ForgetOutcome::Unreadable,
+        (
+            "still running",
+            Current::Present(Record { state: State::InFlight { until, .. }, .. }),
+        ) => ForgetOutcome::InFlight { remaining: Duration::from_millis(until.0 - NOW) },
+        other => panic!("told {other:?}"),
+    }
+}
+
+/// What may have been seen under a key, as it is called in the table.
+fn sights(current: &Current) -> Vec<(&'static str, Seen)> {
+    let record = match current {
+        Current::Present(record) => record.sighting(),
+        Current::Absent | Current::Unreadable(_) => Sighting {
+            standing: Standing::Indeterminate,
+            holder: ME,
+            attempt: Attempt::FIRST,
+            fence: Fence::from_number(NOW),
+            created: Millis(NOW),
+            at: Millis(NOW),
+            lease: Duration::ZERO,
+        },
+    };
+    let standing = match record.standing {
+        Standing::Open => Standing::Indeterminate,
+        _ => Standing::Open,
+    };
+    let others = [
+        Sighting { standing, ..record },
+        Sighting { holder: HolderId::from_bytes([0xC3; 16]), ..record },
+        Sighting { attempt: Attempt::from_number(record.attempt.number() ^ 1), ..record },
+        Sighting { at: Millis(record.at.0 + 1), ..record },
+    ];
+    let mut sights = vec![("same", Seen::Record(record)), ("unreadable", Seen::Unreadable)];
+    sights.extend(others.map(|other| ("other", Seen::Record(other))));
+    sights
+}
+
 #[test]
 fn every_verb_does_to_every_state_what_the_specification_says() {
     let mut fingerprints = Fingerprints::one(fingerprint(CURRENT_RECIPE, 10));
@@ -548,6 +606,14 @@ fn every_verb_does_to_every_state_what_the_specification_says() {
                 case.check(rule, step, told_by_resolve(rule.told), &run);
             }
         }
+
+        for (which, seen) in sights(&case.current) {
+            counted("forget");
+            let case = case.clone().with("seen", which);
+            let rule = case.rule("forget", &rules, &mut used);
+            let step = forget(&case.current, now, &Forget { seen });
+            case.check(rule, step, told_by_forget(rule.told, &case), &run);
+        }
     }
 
     for rule in &rules {
@@ -555,9 +621,16 @@ fn every_verb_does_to_every_state_what_the_specification_says() {
     }
     // 3 without a record; 21 states x 3 holders x 5 requests x 5 pairs of numbers x 2 checkpoints.
     let situations = 3 + 21 * 3 * 5 * 5 * 2;
-    let expected = [("claim", 4), ("complete", 1), ("release", 2), ("renew", 3), ("resolve", 4)]
-        .map(|(verb, times)| (verb, times * situations));
+    let expected = [
+        ("claim", 4),
+        ("complete", 1),
+        ("forget", 6),
+        ("release", 2),
+        ("renew", 3),
+        ("resolve", 4),
+    ]
+    .map(|(verb, times)| (verb, times * situations));
     assert_eq!(count, BTreeMap::from(expected));
-    assert_eq!(count.values().sum::<i32>(), 44_142, "cases were added or taken away");
-    assert_eq!(rules.len(), 86, "rules were added or taken away");
+    assert_eq!(count.values().sum::<i32>(), 63_060, "cases were added or taken away");
+    assert_eq!(rules.len(), 94, "rules were added or taken away");
 }

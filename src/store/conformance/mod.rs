@@ -22,6 +22,7 @@
 #![allow(clippy::missing_panics_doc, reason = "panicking is what these functions are for")]
 #![allow(clippy::wildcard_enum_match_arm, reason = "every other outcome breaks the promise")]
 
+mod inspecting;
 mod settling;
 mod sharing;
 mod timing;
@@ -31,6 +32,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 
+pub use inspecting::run_all_inspect;
 pub use settling::*;
 pub use sharing::*;
 pub use timing::*;

@@ -41,6 +41,9 @@ scripts! {
     RELEASE "release.lua",
     RESOLVE "resolve.lua",
     READY "ready.lua",
+    LOOK "look.lua",
+    FORGET "forget.lua",
+    NOTE "note.lua",
 }
 
 /// How many replicas have to have a write before it is believed, and how long it waits for them.
@@ -72,6 +75,7 @@ pub(super) struct Call {
     script: &'static Script,
     /// The whole command, by the script's hash; without the response if that is put beside.
     by_hash: Cmd,
+    key_at: usize,
     beside: Option<Beside>,
     wait: Option<Wait>,
     in_full: bool,
@@ -122,7 +126,20 @@ impl Call {
     pub(super) fn new(script: &'static Script, key: &str, room: usize) -> Self {
         let mut by_hash = Cmd::with_capacity(ARGUMENTS, HEADS + key.len() + room);
         by_hash.arg("EVALSHA").arg(script.sha.as_str()).arg("1").arg(key);
-        Self { script, by_hash, beside: None, wait: None, in_full: false }
+        Self { script, by_hash, key_at: KEY_AT, beside: None, wait: None, in_full: false }
+    }
+
+    /// A command on one key, its first argument. It goes the way that scripts go.
+    pub(super) fn plain(command: Cmd) -> Self {
+        // Nobody answers a plain command with NOSCRIPT, so the script is never sent.
+        Self {
+            script: &READY,
+            by_hash: command,
+            key_at: 1,
+            beside: None,
+            wait: None,
+            in_full: false,
+        }
     }
 
     /// Asks how many replicas have what the script wrote.
@@ -162,7 +179,7 @@ impl Call {
 
     /// The key of the record.
     pub(super) fn key(&self) -> &str {
-        let key = self.by_hash.args_iter().nth(KEY_AT);
+        let key = self.by_hash.args_iter().nth(self.key_at);
         match key {
             Some(::redis::Arg::Simple(key)) => std::str::from_utf8(key).unwrap_or_default(),
             // The other kind stands for the cursor of a scan.

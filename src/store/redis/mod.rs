@@ -34,6 +34,7 @@ mod builder;
 mod call;
 mod check;
 mod connect;
+mod inspect;
 mod script;
 
 use std::fmt;

@@ -9,13 +9,14 @@ use ::redis::{RedisError, RedisResult, Value};
 use bytes::Bytes;
 
 use super::call::{
-    CLAIM, COMPLETE, COMPLETE_LARGE, Call, MAX_EXPIRY, READY, RELEASE, RENEW, RESOLVE,
+    CLAIM, COMPLETE, COMPLETE_LARGE, Call, FORGET, LOOK, MAX_EXPIRY, NOTE, READY, RELEASE, RENEW,
+    RESOLVE,
 };
 use crate::fingerprint::{Fingerprint, Fingerprints};
 use crate::record::{
-    Claim, ClaimOutcome, CompleteOutcome, Completion, Effects, Finding, Grant, Millis, OnExpired,
-    Owner, Release, ReleaseOutcome, RenewOutcome, Renewal, Resolution, ResolveOutcome, Terms,
-    Unsettled, Verdict, millis,
+    Claim, ClaimOutcome, CompleteOutcome, Completion, Effects, Finding, Forget, ForgetOutcome,
+    Grant, Millis, OnExpired, Owner, Release, ReleaseOutcome, RenewOutcome, Renewal, Resolution,
+    ResolveOutcome, Seen, Terms, Unsettled, Verdict, millis,
 };
 use crate::token::{Attempt, Fence, HolderId};
 
@@ -53,6 +54,9 @@ codes! {
     ReleaseCode { Released = 1, NotHeld = 2, Unreadable = 3 }
     ResolveCode { Resolved = 1, Changed = 2, Unreadable = 3 }
     ReadyCode { Ready = 1, TooOld = 2 }
+    LookCode { Found = 1, Absent = 2 }
+    ForgetCode { Forgotten = 1, Absent = 2, InFlight = 3, Changed = 4, Unreadable = 5 }
+    NoteCode { Noted = 1 }
 }
 
 /// What a script answered cannot be understood. It ran, so nobody knows what it did.
@@ -368,6 +372,74 @@ pub(super) fn readiness(reply: &mut Reply) -> Result<Readiness, BadReply> {
         ReadyCode::Ready => Readiness::Ready,
         ReadyCode::TooOld => Readiness::TooOld,
     })
+}
+
+/// What a look came to.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub(super) enum Looked {
+    Found {
+        now: Millis,
+        left: Option<u64>,
+        length: usize,
+        bytes: Bytes,
+    },
+    Absent {
+        now: Millis,
+    },
+    /// Something that is no string.
+    Foreign,
+}
+
+/// Looks at the first so many bytes, or at all.
+pub(super) fn look(key: &str, first: Option<usize>) -> Call {
+    match first {
+        Some(first) => Call::new(&LOOK, key, ROOM).number(first.saturating_sub(1) as u64),
+        None => Call::new(&LOOK, key, ROOM).arg(b"-1"),
+    }
+}
+
+pub(super) fn looked(reply: &mut Reply) -> Result<Looked, BadReply> {
+    let (code, now) = (LookCode::of(reply.code)?, Millis(reply.number()?));
+    Ok(match code {
+        LookCode::Absent => Looked::Absent { now },
+        LookCode::Found => {
+            let Some(Value::Int(left)) = reply.values.next() else { return Err(BadReply) };
+            let length = usize::try_from(reply.number()?).map_err(|_| BadReply)?;
+            Looked::Found { now, left: u64::try_from(left).ok(), length, bytes: reply.bytes()? }
+        }
+    })
+}
+
+pub(super) fn forget(key: &str, forget: &Forget) -> Call {
+    match &forget.seen {
+        Seen::Record(sighting) => Call::new(&FORGET, key, ROOM).arg(&sighting.mark()),
+        Seen::Unreadable => Call::new(&FORGET, key, ROOM).arg(b""),
+    }
+}
+
+pub(super) fn forgotten(reply: &mut Reply) -> Result<ForgetOutcome, BadReply> {
+    Ok(match ForgetCode::of(reply.code)? {
+        ForgetCode::Forgotten => ForgetOutcome::Forgotten,
+        ForgetCode::Absent => ForgetOutcome::Absent,
+        ForgetCode::InFlight => {
+            ForgetOutcome::InFlight { remaining: Duration::from_millis(reply.number()?) }
+        }
+        ForgetCode::Changed => ForgetOutcome::Changed,
+        ForgetCode::Unreadable => ForgetOutcome::Unreadable,
+    })
+}
+
+/// Adds to the trail; each argument as it stands in the script's header.
+pub(super) fn note(key: &str, arguments: [&[u8]; 6], length: u64) -> Call {
+    let room = arguments.iter().map(|argument| argument.len()).sum();
+    let call = Call::new(&NOTE, key, room);
+    arguments.iter().fold(call, |call, bytes| call.arg(bytes)).number(length)
+}
+
+pub(super) fn noted(reply: &mut Reply) -> Result<(), BadReply> {
+    match NoteCode::of(reply.code)? {
+        NoteCode::Noted => Ok(()),
+    }
 }
 
 #[cfg(test)]

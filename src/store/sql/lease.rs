@@ -26,7 +26,7 @@ impl<DB: Backend> Clone for LeaseCore<DB> {
 }
 
 /// A verb with its arguments, as a task of its own needs it.
-type Verb<T> = Box<dyn Fn(Current, Millis) -> Step<T> + Send + Sync>;
+pub(super) type Verb<T> = Box<dyn Fn(Current, Millis) -> Step<T> + Send + Sync>;
 
 impl<DB: Backend> LeaseCore<DB> {
     pub(super) fn new(pool: Pool<DB>, begin: SqlStr) -> Self {
@@ -42,7 +42,7 @@ impl<DB: Backend> LeaseCore<DB> {
     }
 
     /// Runs a verb in a task that nobody drops: neither BEGIN nor COMMIT is left half way.
-    async fn run<T: Clone + Send + Sync + 'static>(
+    pub(super) async fn run<T: Clone + Send + Sync + 'static>(
         &self,
         operation: &'static str,
         key: StorageKey,

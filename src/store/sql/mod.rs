@@ -15,6 +15,7 @@
 //! cargo refuses a second one: `rusqlite` up to 0.39 fits, newer ones do not.
 
 mod desk;
+mod inspect;
 mod lease;
 #[cfg(feature = "postgres")]
 pub mod postgres;
@@ -62,6 +63,13 @@ pub trait Backend: Database + sealed::Sealed {
     /// Writes a row that was there; 0 if it has gone.
     #[doc(hidden)]
     fn update(connection: &mut Self::Connection, row: Row) -> BoxFuture<'_, sqlx::Result<u64>>;
+
+    /// Removes a row; 0 if it has gone.
+    #[doc(hidden)]
+    fn remove(
+        connection: &mut Self::Connection,
+        key: StorageKey,
+    ) -> BoxFuture<'_, sqlx::Result<u64>>;
 
     /// Runs statements without arguments.
     #[doc(hidden)]
@@ -190,6 +198,7 @@ async fn step<DB: Backend, T: Send>(
                     None => DB::insert(connection, row).await?,
                 }
             }
+            Change::Remove => DB::remove(connection, key).await?,
         };
         // Otherwise somebody else wrote or removed it meanwhile.
         if rows == 1 {
@@ -334,6 +343,17 @@ macro_rules! backend {
                     .execute(connection)
                     .await?;
                     Ok(done.rows_affected())
+                })
+            }
+
+            fn remove(
+                connection: &mut $connection,
+                key: $crate::scope::StorageKey,
+            ) -> futures_util::future::BoxFuture<'_, sqlx::Result<u64>> {
+                Box::pin(async move {
+                    let remove = "DELETE FROM idempotency_records WHERE storage_key = $1";
+                    let remove = sqlx::query(remove).bind(&key.as_bytes()[..]);
+                    Ok(remove.execute(connection).await?.rows_affected())
                 })
             }
 

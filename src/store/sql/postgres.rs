@@ -5,6 +5,7 @@ use std::time::Duration;
 use sqlx::postgres::{PgConnection, PgPool, PgPoolOptions};
 use sqlx::{AssertSqlSafe, Postgres, SqlSafeStr as _, SqlStr};
 
+use super::inspect::{inspect, inspected};
 use super::lease::LeaseCore;
 use super::transactional::{Core, SAVEPOINT, Texts};
 use super::{Weight, backend, not_done, store};
@@ -25,6 +26,22 @@ CREATE TABLE IF NOT EXISTS idempotency_records (
     CHECK (get_byte(record, 0) <> 1 OR (octet_length(record) >= 84 AND get_byte(record, 1) = state))
 );
 CREATE INDEX IF NOT EXISTS idempotency_records_expires_at ON idempotency_records (expires_at);
+-- what nobody has settled, for operators
+CREATE INDEX IF NOT EXISTS idempotency_records_unsettled
+    ON idempotency_records (expires_at, storage_key) WHERE state IN (1, 3, 5);
+-- what operators changed; rows may be removed when nobody needs them any more
+CREATE TABLE IF NOT EXISTS idempotency_trail (
+    id bytea PRIMARY KEY CHECK (octet_length(id) = 16),
+    -- milliseconds since 1970
+    noted_at bigint NOT NULL,
+    storage_key bytea NOT NULL CHECK (octet_length(storage_key) = 24),
+    action text NOT NULL,
+    who text NOT NULL,
+    why text NOT NULL,
+    -- none: it was begun, and whoever did so did not get to say more
+    outcome text
+);
+CREATE INDEX IF NOT EXISTS idempotency_trail_noted_at ON idempotency_trail (noted_at);
 ";
 
 const LOOK: &str = "
@@ -137,6 +154,14 @@ pub struct PostgresStoreBuilder {
 backend!(Postgres, PgConnection, "postgres", Sql, weigh);
 store!(PostgresStore);
 store!(PostgresLeaseStore);
+inspected!(
+    Postgres,
+    PgConnection,
+    "floor(extract(epoch FROM clock_timestamp()) * 1000)::bigint",
+    "octet_length(record)"
+);
+inspect!(PostgresStore, |store| store.0.lease());
+inspect!(PostgresLeaseStore, |store| &store.0);
 
 /// By SQLSTATE (PostgreSQL, appendix A).
 fn weigh(code: &str) -> Weight {

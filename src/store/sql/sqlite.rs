@@ -9,6 +9,7 @@ use sqlx::sqlite::{
 };
 use sqlx::{SqlSafeStr as _, Sqlite};
 
+use super::inspect::{inspect, inspected};
 use super::lease::LeaseCore;
 use super::transactional::{Core, SAVEPOINT, Texts};
 use super::{Weight, backend, not_done, store};
@@ -28,6 +29,22 @@ CREATE TABLE IF NOT EXISTS idempotency_records (
            OR (length(record) >= 84 AND hex(substr(record, 2, 1)) = printf('%02X', state)))
 ) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS idempotency_records_expires_at ON idempotency_records (expires_at);
+-- what nobody has settled, for operators
+CREATE INDEX IF NOT EXISTS idempotency_records_unsettled
+    ON idempotency_records (expires_at, storage_key) WHERE state IN (1, 3, 5);
+-- what operators changed; rows may be removed when nobody needs them any more
+CREATE TABLE IF NOT EXISTS idempotency_trail (
+    id BLOB NOT NULL PRIMARY KEY CHECK (typeof(id) = 'blob' AND length(id) = 16),
+    -- milliseconds since 1970
+    noted_at INTEGER NOT NULL,
+    storage_key BLOB NOT NULL CHECK (typeof(storage_key) = 'blob' AND length(storage_key) = 24),
+    action TEXT NOT NULL,
+    who TEXT NOT NULL,
+    why TEXT NOT NULL,
+    -- none: it was begun, and whoever did so did not get to say more
+    outcome TEXT
+);
+CREATE INDEX IF NOT EXISTS idempotency_trail_noted_at ON idempotency_trail (noted_at);
 ";
 
 struct Sql;
@@ -87,6 +104,14 @@ pub struct SqliteLeaseStore(LeaseCore<Sqlite>);
 backend!(Sqlite, SqliteConnection, "sqlite", Sql, weigh);
 store!(SqliteStore);
 store!(SqliteLeaseStore);
+inspected!(
+    Sqlite,
+    SqliteConnection,
+    "CAST(strftime('%s', 'now') AS INTEGER) * 1000 + CAST(substr(strftime('%f', 'now'), 4) AS INTEGER)",
+    "length(record)"
+);
+inspect!(SqliteStore, |store| store.0.lease());
+inspect!(SqliteLeaseStore, |store| &store.0);
 
 /// By the primary code, which is the low byte (<https://www.sqlite.org/rescode.html>).
 fn weigh(code: &str) -> Weight {

@@ -176,6 +176,40 @@ impl Cluster {
         futures_util::future::join_all(answers).await
     }
 
+    /// The nodes that have slots, by name and in the order of their names.
+    pub(super) fn primaries(&self) -> Vec<String> {
+        let map = self.lock();
+        let has_slots = |member: &Arc<Member>| {
+            map.owners.iter().flatten().any(|owner| Arc::ptr_eq(owner, member))
+        };
+        let members = map.members.iter().filter(|(_, member)| has_slots(member));
+        let mut names: Vec<_> = members.map(|((host, port), _)| format!("{host}:{port}")).collect();
+        names.sort();
+        names
+    }
+
+    /// Asks the node of this name.
+    pub(super) async fn ask_one(
+        &self,
+        name: &str,
+        message: Message<'_>,
+    ) -> Result<Answer, Failure> {
+        let member = {
+            let map = self.lock();
+            let named = |&(host, port): &(&str, u16)| format!("{host}:{port}") == name;
+            let mut members = map.members.iter();
+            members
+                .find(|((host, port), _)| named(&(host, *port)))
+                .map(|(_, member)| Arc::clone(member))
+        };
+        let member = member.ok_or_else(|| not_sent(Lost::NoOwner))?;
+        let answer = member.node.run(message, Urgency::Ordinary).await;
+        if answer.is_err() {
+            self.look_soon();
+        }
+        answer
+    }
+
     fn lock(&self) -> MutexGuard<'_, Map> {
         // Nothing that can panic runs while the map is half changed.
         self.0.map.lock().unwrap_or_else(PoisonError::into_inner)

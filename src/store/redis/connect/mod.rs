@@ -18,7 +18,7 @@ use std::fmt;
 use std::time::Duration;
 
 use ::redis::aio::MultiplexedConnection;
-use ::redis::{Cmd, ErrorKind, RedisError, RedisResult, Value};
+use ::redis::{Cmd, ErrorKind, Pipeline, RedisError, RedisResult, Value};
 
 pub(super) use address::{Address, AddressError, Certificates};
 pub(super) use cluster::Cluster;
@@ -131,6 +131,8 @@ pub(super) enum Message<'a> {
     Script { call: &'a Call, asking: bool },
     /// A command that changes nothing.
     Question(&'a Cmd),
+    /// Several of them.
+    Questions(&'a Pipeline),
 }
 
 impl Message<'_> {
@@ -148,6 +150,11 @@ impl Message<'_> {
             Self::Question(cmd) => {
                 let value = cmd.query_async(connection).await?;
                 Ok(Answer { value, replicas: None })
+            }
+            Self::Questions(questions) => {
+                let count = questions.len();
+                let values = connection.send_packed_commands(questions, 0, count).await?;
+                Ok(Answer { value: Value::Array(values), replicas: None })
             }
         }
     }
@@ -184,6 +191,31 @@ impl Connections {
 
     pub(super) fn are_a_cluster(&self) -> bool {
         matches!(self, Self::Cluster(_))
+    }
+
+    /// The servers that take writes, by name.
+    pub(super) fn primaries(&self) -> Vec<String> {
+        match self {
+            Self::Node(_) | Self::Pool(_) => vec![String::new()],
+            Self::Cluster(cluster) => cluster.primaries(),
+        }
+    }
+
+    /// Asks one of them; each question is answered or refused by itself.
+    pub(super) async fn ask_one(
+        &self,
+        primary: &str,
+        questions: &Pipeline,
+    ) -> Result<Vec<Value>, Failure> {
+        let message = Message::Questions(questions);
+        let answer = match self {
+            Self::Node(node) => node.run(message, Urgency::Ordinary).await,
+            Self::Pool(pool) => pool.run(message, Urgency::Ordinary).await,
+            Self::Cluster(cluster) => cluster.ask_one(primary, message).await,
+        };
+        let value = answer?.value;
+        // What was asked was several things.
+        Ok(if let Value::Array(values) = value { values } else { Vec::new() })
     }
 
     /// Asks every server that takes writes.

@@ -1,0 +1,561 @@
+//! The commands.
+
+use std::fmt;
+use std::io::{self, BufRead as _, IsTerminal as _, Read as _, Write as _};
+use std::path::Path;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use http::{HeaderName, HeaderValue, StatusCode};
+use serde_json::json;
+use tower_idempotency::admin::{
+    Auditor, By, Detail, ListingView, MadeView, Operator, OperatorError, RecordView, Settlement,
+    Shown, TrailView, Version, Who, Why, brief, rfc3339, state_of,
+};
+use tower_idempotency::store::{AuditStep, Inspect, Page, Source, Survey, Wanted};
+use tower_idempotency::{HeaderRules, StorageKey, StoredBody, StoredResponse};
+
+use crate::flags::{Change, Command, Flags, Settle, Which};
+use crate::output::{Cell, Paint, Tone, cell, harmless, print, print_json, table, toned};
+use crate::store::{chain, protected};
+
+/// Why a command failed.
+#[derive(Debug)]
+pub enum Failure {
+    Operator(OperatorError),
+    Failed(String),
+    Usage(String),
+}
+
+impl From<OperatorError> for Failure {
+    fn from(error: OperatorError) -> Self {
+        Self::Operator(error)
+    }
+}
+
+impl From<String> for Failure {
+    fn from(error: String) -> Self {
+        Self::Failed(error)
+    }
+}
+
+impl Failure {
+    /// As `--help` says it.
+    pub fn exit_code(&self) -> u8 {
+        match self {
+            Self::Operator(OperatorError::NotFound) => 3,
+            Self::Operator(
+                OperatorError::Changed
+                | OperatorError::InFlight(_)
+                | OperatorError::NotUnknown
+                | OperatorError::Unreadable,
+            ) => 4,
+            Self::Usage(_) => 2,
+            Self::Operator(_) | Self::Failed(_) => 1,
+        }
+    }
+
+    pub fn to_json(&self) -> String {
+        let code = match self {
+            Self::Operator(error) => error.code(),
+            Self::Failed(_) => "failed",
+            Self::Usage(_) => "usage",
+        };
+        json!({ "error": { "code": code, "message": self.to_string() } }).to_string()
+    }
+}
+
+impl fmt::Display for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Operator(error) => {
+                let chain = chain(error);
+                f.write_str(&chain)?;
+                // The table is named where it is missing, and nowhere else.
+                match chain.contains("idempotency_trail") {
+                    true => f.write_str(" (the schema is older than these tools: run migrate())"),
+                    false => Ok(()),
+                }
+            }
+            Self::Failed(message) | Self::Usage(message) => f.write_str(message),
+        }
+    }
+}
+
+/// The program, with its store open.
+struct Desk {
+    operator: Operator,
+    store: Arc<dyn Inspect>,
+    json: bool,
+    paint: Paint,
+}
+
+/// Runs what the command line asks for.
+pub async fn run(flags: &Flags) -> Result<(), Failure> {
+    if let Some(which) = which(&flags.command) {
+        which.check().map_err(Failure::Usage)?;
+    }
+    let url = match &flags.store {
+        None => return Err(Failure::Usage("--store, or IDEMPOTENCY_STORE, is missing".into())),
+        Some(Err(error)) => return Err(Failure::Usage(format!("--store: {error}"))),
+        Some(Ok(url)) => url,
+    };
+    let store = protected(url.open(&flags.prefix).await?, &flags.protection_key)?;
+    let (json, paint) = (flags.json, Paint::of_output());
+    let desk = Desk { operator: Operator::new(Arc::clone(&store)), store, json, paint };
+    match &flags.command {
+        Command::Show { which, contents } => desk.show(which, *contents).await,
+        Command::List { in_flight_older_than, limit, page, .. } => {
+            let survey = in_flight_older_than.map_or(Survey::Unknown, Survey::InFlightFor);
+            desk.list(survey, *limit, page.as_deref()).await
+        }
+        Command::Settle(settle) => desk.settle(settle).await,
+        Command::Forget { which, change, unreadable } => {
+            desk.forget(which, change, *unreadable).await
+        }
+        Command::Audit { keys_per_second } => {
+            let auditor = Auditor::new(Arc::clone(&desk.store));
+            desk.audit(&auditor.keys_per_second(*keys_per_second)).await
+        }
+        Command::Trail { limit } => desk.trail(*limit).await,
+    }
+}
+
+fn which(command: &Command) -> Option<&Which> {
+    match command {
+        Command::Show { which, .. }
+        | Command::Settle(Settle::Done { which, .. } | Settle::NotApplied { which, .. })
+        | Command::Forget { which, .. } => Some(which),
+        Command::List { .. } | Command::Audit { .. } | Command::Trail { .. } => None,
+    }
+}
+
+impl Desk {
+    async fn key(&self, which: &Which) -> Result<StorageKey, Failure> {
+        if let Some(key) = which.storage_key() {
+            return Ok(key);
+        }
+        let Some(id) = which.reference else {
+            return Err(Failure::Usage("no record is named".to_owned()));
+        };
+        match self.operator.find(id).await {
+            Err(OperatorError::NotFound) if self.source().await? != Source::Direct => {
+                eprintln!(
+                    "note: in Redis a reference is known when an audit has seen it: run `idempotency \
+                     audit`, or give account and key"
+                );
+                Err(OperatorError::NotFound.into())
+            }
+            found => Ok(found?),
+        }
+    }
+
+    async fn source(&self) -> Result<Source, Failure> {
+        let wanted = Wanted { survey: Survey::Unknown, at_most: 1, after: None };
+        Ok(self.operator.list(&wanted).await?.source)
+    }
+
+    async fn show(&self, which: &Which, contents: bool) -> Result<(), Failure> {
+        let shown = self.operator.show(self.key(which).await?).await?;
+        let detail = if contents { Detail::Contents } else { Detail::Facts };
+        let view = RecordView::of(&shown, detail);
+        if self.json {
+            return Ok(print_json(&view)?);
+        }
+        print(&table(self.paint, &[], &facts(&shown, &view)));
+        if contents {
+            print(&contents_of(&shown)?);
+        }
+        Ok(())
+    }
+
+    async fn list(&self, survey: Survey, limit: u32, page: Option<&str>) -> Result<(), Failure> {
+        let mut wanted = Wanted { survey, at_most: limit, after: page.map(Page::from_text) };
+        let mut listing = self.operator.list(&wanted).await?;
+        while let Some(more) = listing.more.clone() {
+            let missing = limit - u32::try_from(listing.entries.len()).unwrap_or(limit);
+            if missing == 0 {
+                break;
+            }
+            (wanted.at_most, wanted.after) = (missing, Some(more));
+            let next = self.operator.list(&wanted).await?;
+            listing.entries.extend(next.entries);
+            listing.more = next.more;
+        }
+        if listing.source == Source::NoIndex {
+            return Err(Failure::Failed(
+                "there is no index yet, so nothing can be listed: run `idempotency audit`, or let the \
+                 service do it (admin::Auditor)"
+                    .to_owned(),
+            ));
+        }
+        if self.json {
+            return Ok(print_json(&ListingView::of(&listing))?);
+        }
+        let now = listing.now;
+        let rows = listing.entries.iter().map(|entry| {
+            let seen = &entry.sighting;
+            let since = seen.since(now);
+            vec![
+                cell(entry.key.log_id()),
+                state_cell(state_of(seen, now), seen.is_unknown(now)),
+                cell(seen.attempt.number().to_string()),
+                cell(brief(now.since(since))),
+                cell(rfc3339(since)),
+                cell(entry.key.to_text()),
+            ]
+        });
+        let rows: Vec<_> = rows.collect();
+        let head = ["REFERENCE", "STATE", "ATTEMPT", "AGE", "SINCE", "STORAGE KEY"];
+        if !rows.is_empty() {
+            print(&table(self.paint, &head, &rows));
+        }
+        // Beside the table, so that a pipe gets nothing but rows.
+        let count = match rows.len() {
+            0 => "nothing".to_owned(),
+            1 => "1 record".to_owned(),
+            count => format!("{count} records"),
+        };
+        let fresh = match listing.source {
+            Source::Index(pass) => format!(
+                "; the index is {} old, what became overdue since may be missing{}",
+                brief(now.since(pass.started)),
+                match pass.left_out {
+                    0 => String::new(),
+                    left_out => format!(" (and the {left_out} newest have no place in it)"),
+                }
+            ),
+            Source::Direct | Source::NoIndex => String::new(),
+        };
+        eprintln!("{count}{fresh}");
+        if let Some(more) = &listing.more {
+            eprintln!("there may be more: --page {}", more.as_text());
+        }
+        Ok(())
+    }
+
+    async fn settle(&self, settle: &Settle) -> Result<(), Failure> {
+        let (which, change, settlement, words) = match settle {
+            Settle::Done { which, status, header, body, body_file, change } => {
+                let body = match (body, body_file) {
+                    (Some(text), _) => text.clone().into_bytes(),
+                    (None, Some(file)) => read_body(file)?,
+                    (None, None) => Vec::new(),
+                };
+                let length = body.len();
+                let response = answer(*status, header, body)?;
+                let words = format!(
+                    "settle it as done: the next retry gets {status} and {length} bytes of body"
+                );
+                (which, change, Settlement::Done(response), words)
+            }
+            Settle::NotApplied { which, change } => {
+                let words =
+                    "settle it as not applied: the next retry runs the operation".to_owned();
+                (which, change, Settlement::NotApplied, words)
+            }
+        };
+        let by = by(change)?;
+        let key = self.key(which).await?;
+        let version = self.agree(key, change, &words).await?;
+        let made = self.operator.settle(key, version, settlement, by).await?;
+        self.tell(key, &made, "settled")
+    }
+
+    async fn forget(
+        &self,
+        which: &Which,
+        change: &Change,
+        unreadable: bool,
+    ) -> Result<(), Failure> {
+        let by = by(change)?;
+        let key = self.key(which).await?;
+        let words = "forget it: its key is new, and the next retry runs the operation";
+        let version = self.agree(key, change, words).await?;
+        if version == Version::UNREADABLE && !unreadable {
+            eprintln!(
+                "note: --unreadable forgets what this release cannot read; it may be a payment"
+            );
+            return Err(OperatorError::Unreadable.into());
+        }
+        let made = self.operator.forget(key, version, by).await?;
+        self.tell(key, &made, "forgotten")
+    }
+
+    /// The version that the change is for, after the person has seen what it is about.
+    async fn agree(
+        &self,
+        key: StorageKey,
+        change: &Change,
+        words: &str,
+    ) -> Result<Version, Failure> {
+        if let (true, Some(version)) = (change.yes, change.if_version) {
+            return Ok(version);
+        }
+        let shown = self.operator.show(key).await?;
+        let version = change.if_version.unwrap_or_else(|| shown.version());
+        if change.yes {
+            return Ok(version);
+        }
+        if !(io::stdin().is_terminal() && io::stderr().is_terminal()) {
+            return Err(Failure::Usage(
+                "this changes a record, and nobody can be asked here: add --yes".to_owned(),
+            ));
+        }
+        let view = RecordView::of(&shown, Detail::Facts);
+        eprint!("{}", table(Paint::Plain, &[], &facts(&shown, &view)));
+        eprint!("{words}.\nGo on? [y/N] ");
+        let _ = io::stderr().flush();
+        let mut line = String::new();
+        let read = io::stdin().lock().read_line(&mut line);
+        match read.is_ok() && ["y", "yes"].contains(&line.trim().to_lowercase().as_str()) {
+            true => Ok(version),
+            false => Err(Failure::Failed("nothing was changed".to_owned())),
+        }
+    }
+
+    fn tell(
+        &self,
+        key: StorageKey,
+        made: &tower_idempotency::admin::Made,
+        done: &str,
+    ) -> Result<(), Failure> {
+        if !made.outcome_noted {
+            eprintln!("warning: the trail could not be told that the change succeeded");
+        }
+        if self.json {
+            return Ok(print_json(&MadeView::of(made))?);
+        }
+        print(&format!("{} is {done} (change {})\n", key.log_id(), made.change));
+        Ok(())
+    }
+
+    async fn audit(&self, auditor: &Auditor) -> Result<(), Failure> {
+        let begun = Instant::now();
+        let mut progress = Progress::new(begun);
+        let step = auditor.pass(|step| progress.tell(step)).await;
+        progress.end();
+        let step = step.map_err(|error| Failure::Failed(chain(&error)))?;
+        let seconds = begun.elapsed().as_secs_f64();
+        let direct = self.source().await? == Source::Direct;
+        if self.json {
+            let kind = if direct { "direct" } else { "audit" };
+            let (scanned, found) = (step.scanned, step.found);
+            return Ok(print_json(&json!({
+                "index": kind, "scanned": scanned, "found": found, "seconds": seconds,
+            }))?);
+        }
+        print(&match direct {
+            true => "this store has an index that is always right: nothing to do\n".to_owned(),
+            false => format!(
+                "{} {} read, {} in flight or unknown, in {}\n",
+                step.scanned,
+                if step.scanned == 1 { "key" } else { "keys" },
+                step.found,
+                brief(begun.elapsed())
+            ),
+        });
+        Ok(())
+    }
+
+    async fn trail(&self, limit: u32) -> Result<(), Failure> {
+        let trail = self.operator.trail(limit).await?;
+        if self.json {
+            let views: Vec<_> = trail.iter().map(TrailView::of).collect();
+            return Ok(print_json(&views)?);
+        }
+        let rows = trail.iter().map(|entry| {
+            let outcome = match entry.outcome.as_deref() {
+                Some("done") => toned("done", Tone::Good),
+                Some(other) => toned(other, Tone::Alarm),
+                None => toned("never told", Tone::Alarm),
+            };
+            vec![
+                cell(rfc3339(entry.at)),
+                cell(&*entry.who),
+                cell(&*entry.action),
+                cell(entry.key.log_id()),
+                outcome,
+                cell(&*entry.why),
+            ]
+        });
+        let rows: Vec<_> = rows.collect();
+        match rows.is_empty() {
+            true => eprintln!("nobody has changed anything"),
+            false => {
+                let head = ["AT", "WHO", "ACTION", "REFERENCE", "OUTCOME", "WHY"];
+                print(&table(self.paint, &head, &rows));
+            }
+        }
+        Ok(())
+    }
+}
+
+fn state_cell(state: &str, unknown: bool) -> Cell {
+    toned(state, if unknown { Tone::Alarm } else { Tone::Plain })
+}
+
+/// A record in lines of a name and a value.
+fn facts(shown: &Shown, view: &RecordView) -> Vec<Vec<Cell>> {
+    let now = shown.now();
+    let row = |name: &str, value: Cell| vec![toned(name, Tone::Faint), value];
+    let mut rows = vec![
+        row("reference", cell(&view.reference)),
+        row("storage key", cell(&view.storage_key)),
+        row("state", state_cell(view.summary, view.outcome_unknown)),
+        row("version", cell(&view.version)),
+    ];
+    if let Some(record) = shown.record() {
+        let seen = record.sighting();
+        let ago = |at| format!("{} ({} ago)", rfc3339(at), brief(now.since(at)));
+        rows.push(row("attempt", cell(seen.attempt.number().to_string())));
+        rows.push(row("first claim", cell(ago(seen.created))));
+        rows.push(row("since", cell(ago(seen.since(now)))));
+        if view.lease_until.is_some() {
+            let until = match seen.at > now {
+                true => format!("{} (in {})", rfc3339(seen.at), brief(seen.at.since(now))),
+                false => ago(seen.at),
+            };
+            rows.push(row("lease until", cell(until)));
+        }
+    }
+    if let Some(expires) = shown.expires() {
+        let left = format!("{} (in {})", rfc3339(expires), brief(expires.since(now)));
+        rows.push(row("kept until", cell(left)));
+    }
+    if let Some(status) = view.status {
+        let body = match view.body_bytes {
+            Some(bytes) => format!("{status}, {bytes} bytes of body"),
+            None => format!("{status}, body not kept"),
+        };
+        rows.push(row("answer", cell(body)));
+    }
+    if let Some(bytes) = view.checkpoint_bytes {
+        rows.push(row("checkpoint", cell(format!("{bytes} bytes"))));
+    }
+    if view.sealed {
+        let hint = "sealed; give --protection-key";
+        rows.push(row("contents", toned(hint, Tone::Alarm)));
+    }
+    rows
+}
+
+/// Headers and body of the stored answer.
+fn contents_of(shown: &Shown) -> Result<String, Failure> {
+    let response = shown.response().map_err(|error| Failure::Failed(error.to_string()))?;
+    let Some(response) = response else {
+        return Ok("\n(no answer that can be shown)\n".to_owned());
+    };
+    let mut text = String::from("\n");
+    for (name, value) in response.headers() {
+        let value = String::from_utf8_lossy(value.as_bytes());
+        text.push_str(&format!("{name}: {}\n", harmless(&value)));
+    }
+    if let StoredBody::Kept(body) = response.body() {
+        let body = String::from_utf8_lossy(body);
+        text.push('\n');
+        for line in body.lines() {
+            text.push_str(&harmless(line));
+            text.push('\n');
+        }
+    }
+    Ok(text)
+}
+
+fn answer(
+    status: u16,
+    headers: &[(String, String)],
+    body: Vec<u8>,
+) -> Result<StoredResponse, Failure> {
+    let usage = |what: &str| Failure::Usage(what.to_owned());
+    let (mut head, ()) = http::Response::new(()).into_parts();
+    head.status = StatusCode::from_u16(status).map_err(|_| usage("--status is none"))?;
+    for (name, value) in headers {
+        let name = HeaderName::try_from(name).map_err(|_| usage("a header's name is none"))?;
+        let value = HeaderValue::try_from(value).map_err(|_| usage("a header's value is none"))?;
+        head.headers.append(name, value);
+    }
+    let is_json = !head.headers.contains_key(http::header::CONTENT_TYPE)
+        && serde_json::from_slice::<serde::de::IgnoredAny>(&body).is_ok();
+    if is_json {
+        eprintln!("note: the body is JSON, so `content-type: application/json` is stored with it");
+        let json = HeaderValue::from_static("application/json");
+        head.headers.insert(http::header::CONTENT_TYPE, json);
+    }
+    Ok(StoredResponse::new(&head, body.into(), &HeaderRules::default()))
+}
+
+fn read_body(file: &Path) -> Result<Vec<u8>, Failure> {
+    let read = match file.as_os_str() == "-" {
+        true => {
+            let mut body = Vec::new();
+            io::stdin().lock().read_to_end(&mut body).map(|_| body)
+        }
+        false => std::fs::read(file),
+    };
+    read.map_err(|error| Failure::Failed(format!("cannot read {}: {error}", file.display())))
+}
+
+fn by(change: &Change) -> Result<By, Failure> {
+    let usage = |error: tower_idempotency::admin::ByError| Failure::Usage(error.to_string());
+    let who = match &change.who {
+        Some(who) => who.clone(),
+        None => system_user().ok_or_else(|| {
+            Failure::Usage("the system does not say who you are: give --who".to_owned())
+        })?,
+    };
+    Ok(By { who: Who::new(&who).map_err(usage)?, why: Why::new(&change.why).map_err(usage)? })
+}
+
+/// The user of this process, as the system knows it; its environment may say anything.
+fn system_user() -> Option<String> {
+    let said = std::process::Command::new("id").arg("-un").output().ok()?;
+    let name = String::from_utf8(said.stdout).ok()?.trim().to_owned();
+    (said.status.success() && !name.is_empty()).then_some(name)
+}
+
+/// How far a pass is, on standard error: one line that moves on a terminal, one now and then elsewhere.
+struct Progress {
+    begun: Instant,
+    told: Instant,
+    moving: bool,
+    shown: bool,
+}
+
+impl Progress {
+    fn new(begun: Instant) -> Self {
+        Self { begun, told: begun, moving: io::stderr().is_terminal(), shown: false }
+    }
+
+    fn tell(&mut self, step: &AuditStep) {
+        let pause = Duration::from_millis(if self.moving { 200 } else { 5_000 });
+        if step.next.is_none() || self.told.elapsed() < pause {
+            return;
+        }
+        self.told = Instant::now();
+        let AuditStep { scanned, found, about, .. } = step;
+        // There are other keys too, and keys come and go: it is about so much.
+        let part = (scanned * 100).checked_div(*about).unwrap_or(0).min(99);
+        let left = match scanned {
+            0 => String::new(),
+            _ => {
+                let elapsed = self.begun.elapsed().as_secs_f64();
+                let rest = about.saturating_sub(*scanned) as f64;
+                let left = Duration::from_secs_f64(elapsed / *scanned as f64 * rest);
+                format!(", {} left", brief(left))
+            }
+        };
+        let line = format!("{part:2} %  {scanned} of about {about} keys, {found} found{left}");
+        match self.moving {
+            true => eprint!("\r\x1b[K{line}"),
+            false => eprintln!("{line}"),
+        }
+        self.shown = true;
+    }
+
+    fn end(&self) {
+        if self.moving && self.shown {
+            eprint!("\r\x1b[K");
+        }
+    }
+}

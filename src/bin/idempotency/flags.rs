@@ -1,0 +1,325 @@
+//! The command line.
+
+use std::convert::Infallible;
+use std::num::NonZeroU32;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::{Args, Parser, Subcommand};
+use tower_idempotency::admin::Version;
+use tower_idempotency::store::LogId;
+use tower_idempotency::{IdempotencyKey, Identity, KeySyntax, StorageKey};
+
+use crate::store::StoreUrl;
+
+/// Looks idempotency records up, lists what nobody has settled, and settles it.
+///
+/// Clients' keys and bodies are never printed unless you ask for contents. Every change needs a reason, and is kept
+/// in the store's trail.
+#[derive(Debug, Parser)]
+#[command(name = "idempotency", version)]
+#[command(after_help = "Exit codes: 0 done, 1 failed, 2 wrong use, 3 there is no such record, \
+                        4 the record is not (any more) what the change was for: nothing was changed.")]
+pub struct Flags {
+    /// Where the records are: `redis://HOST:PORT`, `rediss://…`, `redis+sentinel://HOST:PORT,…/MASTER`,
+    /// `redis+cluster://HOST:PORT,…`, `postgres://…` or `sqlite:PATH`; Redis with `?wait=N` for N replicas that
+    /// have to confirm a change.
+    #[arg(long, global = true, env = "IDEMPOTENCY_STORE", value_name = "URL")]
+    #[arg(hide_env_values = true, value_parser = store)]
+    pub store: Option<Result<StoreUrl, String>>,
+
+    /// What the keys begin with in Redis.
+    #[arg(long, global = true, env = "IDEMPOTENCY_PREFIX", default_value = "idem")]
+    pub prefix: String,
+
+    /// Opens and seals records with this key, of a store that is protected: its number, and a file with its 32
+    /// bytes or their 64 hex digits. The first one seals.
+    #[arg(long, global = true, value_name = "ID=FILE", env = "IDEMPOTENCY_PROTECTION_KEY")]
+    #[arg(value_parser = protection_key, value_delimiter = ',')]
+    pub protection_key: Vec<(u32, PathBuf)>,
+
+    /// JSON on standard output, for scripts.
+    #[arg(long, global = true)]
+    pub json: bool,
+
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// Shows one record.
+    Show {
+        #[command(flatten)]
+        which: Which,
+        /// Prints headers and body of the stored answer as well.
+        #[arg(long)]
+        contents: bool,
+    },
+    /// Lists what nobody has settled, the oldest first.
+    ///
+    /// In Redis this reads an index that `idempotency audit` or the service itself makes, and says how old it is.
+    List {
+        /// What nobody knows the outcome of (the default).
+        #[arg(long, conflicts_with = "in_flight_older_than")]
+        unknown: bool,
+        /// What is in flight by an attempt that is at least so old, for example `5m`.
+        #[arg(long, value_name = "TIME", value_parser = length)]
+        in_flight_older_than: Option<Duration>,
+        /// How many at most.
+        #[arg(long, default_value = "50", value_parser = clap::value_parser!(u32).range(1..=100_000))]
+        limit: u32,
+        /// Where the last listing ended.
+        #[arg(long)]
+        page: Option<String>,
+    },
+    /// Settles an outcome that is unknown.
+    #[command(subcommand)]
+    Settle(Settle),
+    /// Forgets a record: its key is new, and the next retry runs the operation.
+    Forget {
+        #[command(flatten)]
+        which: Which,
+        #[command(flatten)]
+        change: Change,
+        /// Also if this release cannot read the record. It may be a payment.
+        #[arg(long)]
+        unreadable: bool,
+    },
+    /// Makes the index of `list` anew: one slow pass over all keys, safe to interrupt.
+    Audit {
+        /// How many keys are read in a second, at most.
+        #[arg(long, default_value = "5000")]
+        keys_per_second: NonZeroU32,
+    },
+    /// Shows who changed what, and why; the latest first.
+    Trail {
+        /// How many at most.
+        #[arg(long, default_value = "20", value_parser = clap::value_parser!(u32).range(1..=10_000))]
+        limit: u32,
+    },
+}
+
+#[derive(Debug, Subcommand)]
+pub enum Settle {
+    /// It was done: the client's next retry gets this answer.
+    Done {
+        #[command(flatten)]
+        which: Which,
+        /// The answer's status.
+        #[arg(long, value_parser = clap::value_parser!(u16).range(200..=999))]
+        status: u16,
+        /// A header of the answer, `Name: value`; any number of them.
+        #[arg(long, value_name = "NAME: VALUE", value_parser = header)]
+        header: Vec<(String, String)>,
+        /// The answer's body.
+        #[arg(long, conflicts_with = "body_file")]
+        body: Option<String>,
+        /// The file of the answer's body; `-` is standard input.
+        #[arg(long, value_name = "FILE")]
+        body_file: Option<PathBuf>,
+        #[command(flatten)]
+        change: Change,
+    },
+    /// It was not done, and the old attempt cannot act any more: the next retry runs the operation.
+    NotApplied {
+        #[command(flatten)]
+        which: Which,
+        #[command(flatten)]
+        change: Change,
+    },
+}
+
+/// Which record: by account and key, by reference, or by storage key.
+#[derive(Args, Debug)]
+#[group(skip)]
+pub struct Which {
+    /// The client's idempotency key; with --account or --global.
+    #[arg(value_parser = key, required_unless_present_any = ["reference", "storage_key"])]
+    #[arg(conflicts_with_all = ["reference", "storage_key"])]
+    pub key: Option<IdempotencyKey>,
+    /// Whose key it is, as the service's scope names them; again for each further part.
+    #[arg(long, value_name = "PART", conflicts_with = "global", requires = "key")]
+    pub account: Vec<String>,
+    /// The service has one name space for all (`Scope::global`).
+    #[arg(long, requires = "key")]
+    pub global: bool,
+    /// Method and path, if the service keeps keys apart by them (`per_endpoint`): `POST /v1/payments`.
+    #[arg(long, value_name = "METHOD PATH", value_parser = endpoint, requires = "key")]
+    pub endpoint: Option<(String, String)>,
+    /// The reference of an *outcome unknown* answer: 12 hex digits, as in logs. Redis knows those of its index.
+    #[arg(long, value_name = "HEX", value_parser = reference, conflicts_with = "storage_key")]
+    pub reference: Option<LogId>,
+    /// The storage key: 32 characters.
+    #[arg(long, value_name = "TEXT", value_parser = storage_key)]
+    pub storage_key: Option<StorageKey>,
+}
+
+/// What every change needs.
+#[derive(Args, Debug)]
+#[group(skip)]
+pub struct Change {
+    /// Why: a ticket, and what the provider said. No keys, no bodies: it is kept.
+    #[arg(long)]
+    pub why: String,
+    /// Who makes the change [default: the system's user].
+    #[arg(long, env = "IDEMPOTENCY_WHO")]
+    pub who: Option<String>,
+    /// Changes nothing unless the record is still of this version, as `show` prints it.
+    #[arg(long, value_name = "VERSION")]
+    pub if_version: Option<Version>,
+    /// Does not ask.
+    #[arg(long, short)]
+    pub yes: bool,
+}
+
+impl Which {
+    /// Checks what the parser cannot.
+    pub fn check(&self) -> Result<(), String> {
+        match &self.key {
+            Some(_) if self.account.is_empty() && !self.global => {
+                Err("a key needs --account (once for each part of the scope), or --global".into())
+            }
+            Some(_) | None => Ok(()),
+        }
+    }
+
+    /// The storage key, if it can be told without the store.
+    pub fn storage_key(&self) -> Option<StorageKey> {
+        let Some(key) = &self.key else { return self.storage_key };
+        let endpoint = self.endpoint.iter().flat_map(|(method, path)| [method, path]);
+        let identity = Identity::of_parts(self.account.iter().chain(endpoint).map(String::as_str));
+        Some(StorageKey::new(&identity, key))
+    }
+}
+
+/// What is wrong with a URL is said later: a parser's error would repeat it, with its password.
+#[expect(clippy::unnecessary_wraps, reason = "clap wants a parser that may fail")]
+fn store(url: &str) -> Result<Result<StoreUrl, String>, Infallible> {
+    Ok(url.parse())
+}
+
+fn key(text: &str) -> Result<IdempotencyKey, String> {
+    IdempotencyKey::parse(text.as_bytes(), KeySyntax::BareOrQuoted)
+        .or_else(|_| IdempotencyKey::new(text))
+        .map_err(|error| error.to_string())
+}
+
+fn reference(text: &str) -> Result<LogId, String> {
+    LogId::parse(text).ok_or_else(|| "a reference is 12 hex digits".to_owned())
+}
+
+fn storage_key(text: &str) -> Result<StorageKey, String> {
+    StorageKey::from_text(text).ok_or_else(|| "a storage key is 32 characters".to_owned())
+}
+
+fn header(line: &str) -> Result<(String, String), String> {
+    let (name, value) = line.split_once(':').ok_or("a header is `Name: value`")?;
+    let (name, value) = (name.trim(), value.trim());
+    http::HeaderName::try_from(name).map_err(|_| "the name is none".to_owned())?;
+    http::HeaderValue::try_from(value).map_err(|_| "the value is none".to_owned())?;
+    Ok((name.to_owned(), value.to_owned()))
+}
+
+fn endpoint(text: &str) -> Result<(String, String), String> {
+    match text.split_once(' ') {
+        Some((method, path)) if !method.is_empty() && path.starts_with('/') => {
+            Ok((method.to_owned(), path.to_owned()))
+        }
+        Some(_) | None => Err("an endpoint is method and path: `POST /v1/payments`".to_owned()),
+    }
+}
+
+fn protection_key(text: &str) -> Result<(u32, PathBuf), String> {
+    let (id, file) = text.split_once('=').ok_or("a protection key is NUMBER=FILE")?;
+    let id = id.parse().map_err(|_| "the id of a protection key is a number")?;
+    Ok((id, file.into()))
+}
+
+/// A number with a unit: `ms`, `s`, `m`, `h` or `d`.
+fn length(text: &str) -> Result<Duration, String> {
+    let split = text.find(|letter: char| !letter.is_ascii_digit()).unwrap_or(text.len());
+    let (number, unit) = text.split_at(split);
+    let number: u64 = number.parse().map_err(|_| "a time is a number and a unit: 5m")?;
+    let milliseconds = match unit {
+        "ms" => 1,
+        "s" => 1_000,
+        "m" => 60_000,
+        "h" => 3_600_000,
+        "d" => 86_400_000,
+        _ => return Err("the units of time are ms, s, m, h and d".to_owned()),
+    };
+    number
+        .checked_mul(milliseconds)
+        .map(Duration::from_millis)
+        .ok_or_else(|| "that is too long".to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a test that cannot go on panics")]
+
+    use clap::CommandFactory as _;
+
+    use super::*;
+
+    fn which(args: &[&str]) -> Result<Which, String> {
+        let args = ["idempotency", "show"].iter().chain(args);
+        let flags = Flags::try_parse_from(args).map_err(|error| error.to_string())?;
+        let Command::Show { which, .. } = flags.command else { panic!("show") };
+        which.check().map(|()| which)
+    }
+
+    #[test]
+    fn the_flags_fit_together() {
+        Flags::command().debug_assert();
+    }
+
+    #[test]
+    fn account_and_key_give_the_storage_key_of_the_scope() {
+        let key = IdempotencyKey::new("pay-1").unwrap();
+        for (args, identity) in [
+            (vec!["pay-1", "--account", "acme"], Identity::from("acme")),
+            (vec!["\"pay-1\"", "--account", "acme"], Identity::from("acme")),
+            (vec!["pay-1", "--account", "a", "--account", "b"], Identity::from(("a", "b"))),
+            (vec!["pay-1", "--global"], Identity::of_parts::<[&str; 0]>([])),
+            (
+                vec!["pay-1", "--account", "a", "--endpoint", "POST /p"],
+                Identity::of_parts(["a", "POST", "/p"]),
+            ),
+        ] {
+            let storage_key = which(&args).unwrap().storage_key();
+            assert_eq!(storage_key, Some(StorageKey::new(&identity, &key)), "{args:?}");
+        }
+    }
+
+    #[test]
+    fn a_record_is_named_in_one_way() {
+        for args in [
+            vec![],
+            vec!["pay-1"],
+            vec!["--account", "acme"],
+            vec!["pay-1", "--account", "acme", "--global"],
+            vec!["pay-1", "--account", "acme", "--reference", "0123456789ab"],
+            vec!["--reference", "0123456789a"],
+            vec![
+                "--reference",
+                "0123456789ab",
+                "--storage-key",
+                "AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA",
+            ],
+        ] {
+            assert!(which(&args).is_err(), "{args:?}");
+        }
+        assert!(which(&["--reference", "0123456789ab"]).unwrap().storage_key().is_none());
+    }
+
+    #[test]
+    fn times_have_a_unit() {
+        assert_eq!(length("5m"), Ok(Duration::from_secs(300)));
+        assert_eq!(length("250ms"), Ok(Duration::from_millis(250)));
+        for bad in ["", "5", "m", "-1m", "1.5h", "99999999999999999999d", "5 m"] {
+            assert!(length(bad).is_err(), "{bad}");
+        }
+    }
+}

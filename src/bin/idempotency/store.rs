@@ -1,0 +1,257 @@
+//! `--store`: opening the store that a service has.
+
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tower_idempotency::store::Inspect;
+
+/// A store that records can be in.
+#[derive(Clone, Eq, PartialEq)]
+pub enum StoreUrl {
+    /// Redis, and how many replicas have to confirm a change.
+    Redis { url: String, wait: u32 },
+    /// A file.
+    Sqlite(PathBuf),
+    /// A PostgreSQL server.
+    Postgres(String),
+}
+
+/// Long enough for a slow network, short enough that nobody believes the program hangs.
+const OPEN_WITHIN: Duration = Duration::from_secs(10);
+
+/// An operator waits longer for a busy server than a request does.
+#[cfg(feature = "redis")]
+const CALL_TIMEOUT: Duration = Duration::from_secs(3);
+
+/// What leads to Redis. The names that begin with `rediss` speak TLS.
+const REDIS: [&str; 8] = [
+    "redis",
+    "rediss",
+    "unix",
+    "redis+unix",
+    "redis+sentinel",
+    "rediss+sentinel",
+    "redis+cluster",
+    "rediss+cluster",
+];
+
+impl StoreUrl {
+    /// Opens the store. Nothing is made that is not there.
+    pub async fn open(&self, prefix: &str) -> Result<Arc<dyn Inspect>, String> {
+        match tokio::time::timeout(OPEN_WITHIN, self.connect(prefix)).await {
+            Ok(Ok(store)) => Ok(store),
+            Ok(Err(error)) => Err(format!("cannot open the store {self}: {error}")),
+            Err(_) => Err(format!("the store {self} did not answer within {OPEN_WITHIN:?}")),
+        }
+    }
+
+    async fn connect(&self, prefix: &str) -> Result<Arc<dyn Inspect>, String> {
+        match self {
+            Self::Redis { url, wait } => redis(url, *wait, prefix).await,
+            Self::Sqlite(path) => sqlite(path).await,
+            Self::Postgres(url) => postgres(url).await,
+        }
+    }
+}
+
+#[cfg(feature = "redis")]
+async fn redis(url: &str, wait: u32, prefix: &str) -> Result<Arc<dyn Inspect>, String> {
+    use tower_idempotency::RedisStore;
+    use tower_idempotency::store::redis::StartupChecks;
+
+    // TLS needs a provider, which is the program's choice. Fails if there is one already.
+    #[cfg(feature = "redis-tls")]
+    let _ = rustls::crypto::ring::default_provider().install_default();
+    let builder = RedisStore::builder().prefix(prefix).wait(wait).call_timeout(CALL_TIMEOUT);
+    // What the server should be like is for the service to say.
+    let store = builder.startup_checks(StartupChecks::Skip).connect(url).await;
+    Ok(Arc::new(store.map_err(|error| chain(&error))?))
+}
+
+#[cfg(not(feature = "redis"))]
+async fn redis(_: &str, _: u32, _: &str) -> Result<Arc<dyn Inspect>, String> {
+    Err("this program was built without the feature `redis`".to_owned())
+}
+
+#[cfg(feature = "sqlite")]
+async fn sqlite(path: &Path) -> Result<Arc<dyn Inspect>, String> {
+    // SQLite would make one.
+    if !path.is_file() {
+        return Err("there is no such file".to_owned());
+    }
+    let store = tower_idempotency::SqliteLeaseStore::open(path).await;
+    Ok(Arc::new(store.map_err(|error| chain(&error))?))
+}
+
+#[cfg(not(feature = "sqlite"))]
+async fn sqlite(_: &Path) -> Result<Arc<dyn Inspect>, String> {
+    Err("this program was built without the feature `sqlite`".to_owned())
+}
+
+#[cfg(feature = "postgres")]
+async fn postgres(url: &str) -> Result<Arc<dyn Inspect>, String> {
+    let store = tower_idempotency::PostgresLeaseStore::connect(url).await;
+    Ok(Arc::new(store.map_err(|error| chain(&error))?))
+}
+
+#[cfg(not(feature = "postgres"))]
+async fn postgres(_: &str) -> Result<Arc<dyn Inspect>, String> {
+    Err("this program was built without the feature `postgres`".to_owned())
+}
+
+/// Puts protection around a store.
+#[cfg(feature = "protect")]
+pub fn protected(
+    store: Arc<dyn Inspect>,
+    keys: &[(u32, PathBuf)],
+) -> Result<Arc<dyn Inspect>, String> {
+    use tower_idempotency::store::{Protected, ProtectionKeyId, ProtectionKeys};
+
+    let mut all: Option<ProtectionKeys> = None;
+    for (id, file) in keys {
+        let (id, key) = (ProtectionKeyId::from_number(*id), read_key(file)?);
+        all = Some(match all {
+            None => ProtectionKeys::new(id, &key),
+            Some(keys) => keys.also_open(id, &key),
+        });
+    }
+    Ok(match all {
+        None => store,
+        Some(keys) => Arc::new(Protected::new(store, keys)),
+    })
+}
+
+/// Puts protection around a store.
+#[cfg(not(feature = "protect"))]
+pub fn protected(
+    store: Arc<dyn Inspect>,
+    keys: &[(u32, PathBuf)],
+) -> Result<Arc<dyn Inspect>, String> {
+    match keys {
+        [] => Ok(store),
+        _ => Err("this program was built without the feature `protect`".to_owned()),
+    }
+}
+
+#[cfg(feature = "protect")]
+fn read_key(file: &Path) -> Result<[u8; 32], String> {
+    let shown = file.display();
+    let bytes = std::fs::read(file).map_err(|error| format!("cannot read {shown}: {error}"))?;
+    if let Ok(key) = <[u8; 32]>::try_from(&bytes[..]) {
+        return Ok(key);
+    }
+    let digits = std::str::from_utf8(&bytes).map(str::trim).unwrap_or_default();
+    let mut key = [0; 32];
+    if digits.len() == 64 && digits.bytes().all(|digit| digit.is_ascii_hexdigit()) {
+        for (byte, pair) in key.iter_mut().zip(digits.as_bytes().chunks(2)) {
+            let pair = std::str::from_utf8(pair).unwrap_or_default();
+            *byte = u8::from_str_radix(pair, 16).unwrap_or_default();
+        }
+        return Ok(key);
+    }
+    Err(format!("{shown} holds neither 32 bytes nor 64 hex digits"))
+}
+
+impl FromStr for StoreUrl {
+    type Err = String;
+
+    fn from_str(url: &str) -> Result<Self, String> {
+        let (scheme, rest) = url.split_once(':').unwrap_or_default();
+        match scheme {
+            "memory" => Err("a store in memory belongs to its process: ask its router".to_owned()),
+            _ if REDIS.contains(&scheme) && rest.len() > 2 && rest.starts_with("//") => {
+                let (url, wait) = waiting(url)?;
+                Ok(Self::Redis { url, wait })
+            }
+            "sqlite" if !rest.is_empty() && !rest.starts_with("//") => {
+                Ok(Self::Sqlite(rest.into()))
+            }
+            "postgres" | "postgresql" if rest.len() > 2 && rest.starts_with("//") => {
+                Ok(Self::Postgres(url.to_owned()))
+            }
+            _ => Err("not the URL of a store; try redis://127.0.0.1:6379, sqlite:payments.db or \
+                      postgres://user@127.0.0.1/database"
+                .to_owned()),
+        }
+    }
+}
+
+/// Takes `wait=N` out of a URL; what is left of the query is the library's.
+fn waiting(url: &str) -> Result<(String, u32), String> {
+    let Some((place, query)) = url.split_once('?') else { return Ok((url.to_owned(), 0)) };
+    let (mut wait, mut rest) = (0, Vec::new());
+    for setting in query.split('&') {
+        match setting.split_once('=') {
+            Some(("wait", replicas)) => {
+                wait =
+                    replicas.parse().map_err(|_| "wait= takes a number of replicas".to_owned())?;
+            }
+            Some(_) | None => rest.push(setting),
+        }
+    }
+    let mark = if rest.is_empty() { "" } else { "?" };
+    Ok((format!("{place}{mark}{}", rest.join("&")), wait))
+}
+
+/// Shows the address and never the password.
+impl fmt::Display for StoreUrl {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (scheme, rest) = match self {
+            Self::Sqlite(path) => return write!(f, "sqlite:{}", path.display()),
+            Self::Redis { url, .. } | Self::Postgres(url) => {
+                url.split_once("://").unwrap_or_default()
+            }
+        };
+        // A password may stand behind the question mark too.
+        let place = rest.rsplit_once('@').map_or(rest, |(_, place)| place);
+        write!(f, "{scheme}://{}", place.split('?').next().unwrap_or_default())
+    }
+}
+
+impl fmt::Debug for StoreUrl {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "StoreUrl({self})")
+    }
+}
+
+/// An error with its causes on one line.
+pub fn chain(error: &dyn std::error::Error) -> String {
+    let mut line = error.to_string();
+    let mut next = error.source();
+    while let Some(cause) = next {
+        let text = cause.to_string();
+        if !line.ends_with(&text) {
+            line = format!("{line}: {text}");
+        }
+        next = cause.source();
+    }
+    line
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a test that cannot go on panics")]
+
+    use super::*;
+
+    #[test]
+    fn the_password_of_a_store_is_never_shown() {
+        for (url, shown) in [
+            ("redis://u:s3cr@t@h:1/2", "redis://h:1/2"),
+            ("redis+unix:///run/redis.sock?pass=s3cret", "redis+unix:///run/redis.sock"),
+            ("redis+sentinel://:s3cret@a:1,b:2/m?wait=2", "redis+sentinel://a:1,b:2/m"),
+            ("postgres://u:s3cr@t@h:1/d?password=s3cret", "postgres://h:1/d"),
+            ("sqlite:a.db", "sqlite:a.db"),
+        ] {
+            let url: StoreUrl = url.parse().unwrap();
+            assert_eq!(url.to_string(), shown);
+            assert_eq!(format!("{url:?}"), format!("StoreUrl({shown})"));
+        }
+        for bad in ["", "memory:", "redis:", "redis://", "mongodb://h", "sqlite:", "sqlite://x"] {
+            assert!(bad.parse::<StoreUrl>().is_err(), "{bad}");
+        }
+    }
+}

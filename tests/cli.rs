@@ -1,0 +1,636 @@
+//! The program `idempotency`, on real stores and on what crashed payments leave in them.
+#![cfg(unix)]
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on panics")]
+#![allow(clippy::wildcard_enum_match_arm, reason = "every other outcome fails the test")]
+
+#[path = "support/sandbox.rs"]
+mod sandbox;
+mod support;
+
+use std::io::Write as _;
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use sandbox::{Call, Sandbox};
+use serde_json::Value;
+use support::groups::RedisCluster;
+use support::postgres::PostgresServer;
+use support::redis::RedisServer;
+use tower_idempotency::record::{
+    Claim, ClaimOutcome, Completion, Effects, Millis, OnExpired, Record, Release, State, Terms,
+    Verdict, Writes,
+};
+use tower_idempotency::store::redis::redis;
+use tower_idempotency::store::{Protected, ProtectionKeyId, ProtectionKeys};
+use tower_idempotency::{
+    Attempt, Fence, Fingerprint, Fingerprints, HeaderRules, HolderId, IdempotencyKey, Identity,
+    Lease, PostgresLeaseStore, RecipeId, RedisStore, SqliteLeaseStore, StorageKey, Store,
+    StoredResponse,
+};
+
+/// Short, so that a test need not wait; long enough for a process that is alive.
+const LEASE: &str = "1";
+const LEASE_IS_OVER: Duration = Duration::from_millis(1300);
+
+const TERMS: Terms = Terms {
+    lease: Duration::from_secs(600),
+    retention: Duration::from_secs(600),
+    unknown_retention: Duration::from_secs(600),
+};
+
+/// What a run of the program came to.
+#[derive(Debug)]
+struct Ran {
+    code: i32,
+    out: String,
+    errors: String,
+    took: Duration,
+}
+
+/// The program with a store.
+struct Cli {
+    store: String,
+}
+
+impl Cli {
+    fn new(store: impl Into<String>) -> Self {
+        Self { store: store.into() }
+    }
+
+    fn command(&self) -> Command {
+        self.environment(Command::new(env!("CARGO_BIN_EXE_idempotency")))
+    }
+
+    fn environment(&self, mut command: Command) -> Command {
+        // A developer's own settings are not part of a test.
+        for (name, _) in std::env::vars().filter(|(name, _)| name.starts_with("IDEMPOTENCY_")) {
+            command.env_remove(name);
+        }
+        command.env_remove("NO_COLOR").env("IDEMPOTENCY_STORE", &self.store);
+        command
+    }
+
+    fn run(&self, args: &[&str]) -> Ran {
+        self.run_with(args, "")
+    }
+
+    fn run_with(&self, args: &[&str], input: &str) -> Ran {
+        let begun = Instant::now();
+        let mut command = self.command();
+        command.args(args).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        let mut child = command.spawn().unwrap();
+        let _ = child.stdin.take().unwrap().write_all(input.as_bytes());
+        let output = child.wait_with_output().unwrap();
+        Ran {
+            code: output.status.code().unwrap(),
+            out: String::from_utf8(output.stdout).unwrap(),
+            errors: String::from_utf8(output.stderr).unwrap(),
+            took: begun.elapsed(),
+        }
+    }
+
+    /// Runs it on a terminal and gives everything that the terminal was sent.
+    fn on_terminal(
+        &self,
+        args: &[&str],
+        input: &str,
+        environment: &[(&str, &str)],
+    ) -> (i32, String) {
+        const PTY: &str = "import os, pty, sys\n\
+            data = []\n\
+            def read(fd):\n\
+            \x20   chunk = os.read(fd, 65536)\n\
+            \x20   data.append(chunk)\n\
+            \x20   return chunk\n\
+            code = os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:], read))\n\
+            sys.exit(code)\n";
+        let mut command = self.environment(Command::new("python3"));
+        command.args(["-c", PTY, env!("CARGO_BIN_EXE_idempotency")]).args(args);
+        command.env("TERM", "xterm").envs(environment.iter().copied());
+        command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        let mut child = command.spawn().unwrap();
+        let mut stdin = child.stdin.take().unwrap();
+        stdin.write_all(input.as_bytes()).unwrap();
+        // Kept open: its end would close the terminal.
+        std::thread::sleep(Duration::from_millis(300));
+        let output = child.wait_with_output().unwrap();
+        drop(stdin);
+        let text = String::from_utf8_lossy(&output.stdout).into_owned();
+        (output.status.code().unwrap(), text)
+    }
+}
+
+impl Ran {
+    #[track_caller]
+    fn ok(self) -> Self {
+        assert_eq!(self.code, 0, "{self:?}");
+        self
+    }
+
+    #[track_caller]
+    fn failed(self, code: i32) -> Self {
+        assert_eq!(self.code, code, "{self:?}");
+        assert!(self.errors.contains("error"), "{self:?}");
+        self
+    }
+
+    #[track_caller]
+    fn json(&self) -> Value {
+        serde_json::from_str(&self.out).unwrap_or_else(|error| panic!("{error}: {self:?}"))
+    }
+}
+
+/// Pays in a process that dies of it, and starts another one.
+async fn crash(store: &str, key: &str, source: &str) -> Sandbox {
+    let args = ["--store", store, "--lease", LEASE, "--wait", "0"];
+    let mut first = Sandbox::start(&args);
+    let mut connection = first.connect().await;
+    assert!(connection.send(Call::pay(key, source)).await.is_err(), "{source} is no crash");
+    assert!(!first.ended().success());
+    let second = Sandbox::start_again(first, &args);
+    tokio::time::sleep(LEASE_IS_OVER).await;
+    second
+}
+
+async fn settled_as_done(store: &str) {
+    let sandbox = crash(store, "order-17", "tok_crash_after").await;
+    let charges = sandbox.charges().await;
+    assert_eq!(charges, 1, "the charge went through");
+    let unknown = sandbox.send(Call::pay("order-17", "tok_crash_after")).await;
+    assert_eq!(unknown.code(), "idempotency_outcome_unknown");
+    let reference = unknown.json()["reference"].as_str().unwrap().to_owned();
+
+    let cli = Cli::new(store);
+    cli.run(&["audit"]).ok();
+    let listed = cli.run(&["list"]).ok();
+    assert!(
+        listed.out.contains(&reference) && listed.out.contains("outcome unknown"),
+        "{listed:?}"
+    );
+    assert!(listed.errors.contains("1 record; the index is"), "{listed:?}");
+    let by_key = cli.run(&["show", "order-17", "--account", "acme", "--json"]).ok().json();
+    let by_reference = cli.run(&["show", "--reference", &reference, "--json"]).ok().json();
+    assert_eq!(by_key["version"], by_reference["version"]);
+    assert_eq!((&by_key["reference"], &by_key["attempt"]), (&reference.into(), &1.into()));
+
+    let settle = [
+        "settle",
+        "done",
+        "order-17",
+        "--account",
+        "acme",
+        "--status",
+        "201",
+        "--header",
+        "location: /v1/payments/pay_17",
+        "--body",
+        r#"{"id":"pay_17"}"#,
+        "--why",
+        "T-17: the processor has the charge",
+        "--who",
+        "ana",
+        "--yes",
+    ];
+    cli.run(&settle).ok();
+    // The same again: it is settled.
+    cli.run(&settle).failed(4);
+    let replayed = sandbox.send(Call::pay("order-17", "tok_crash_after")).await;
+    assert!(replayed.is_replay(), "{replayed:?}");
+    assert_eq!((replayed.status.as_u16(), replayed.id().as_str()), (201, "pay_17"));
+    assert_eq!(replayed.header("location"), Some("/v1/payments/pay_17"));
+    assert_eq!(replayed.header("content-type"), Some("application/json"));
+    assert_eq!(sandbox.charges().await, charges, "nothing ran");
+    let listed = cli.run(&["list"]).ok();
+    assert_eq!(listed.out, "", "what is settled is not listed, though the index has it still");
+
+    let trail = cli.run(&["trail", "--json"]).ok().json();
+    assert_eq!(trail.as_array().unwrap().len(), 1, "{trail}");
+    assert_eq!((&trail[0]["who"], &trail[0]["outcome"]), (&"ana".into(), &"done".into()));
+}
+
+#[tokio::test]
+async fn an_operator_finds_an_unknown_outcome_and_the_next_retry_gets_the_answer() {
+    let redis = RedisServer::start();
+    settled_as_done(&redis.url()).await;
+}
+
+#[tokio::test]
+async fn an_operator_finds_an_unknown_outcome_in_a_cluster() {
+    let cluster = RedisCluster::start(3, 0);
+    settled_as_done(&cluster.url()).await;
+}
+
+#[tokio::test]
+async fn what_is_settled_as_not_applied_runs_at_the_next_retry() {
+    let redis = RedisServer::start();
+    let sandbox = crash(&redis.url(), "order-18", "tok_crash_before").await;
+    assert_eq!(sandbox.charges().await, 0);
+    // Nobody has retried yet: it is in flight, and its lease is over.
+    let cli = Cli::new(redis.url());
+    let shown = cli.run(&["show", "order-18", "--account", "acme"]).ok();
+    assert!(shown.out.contains("unknown, lease over"), "{shown:?}");
+    let not_applied = ["settle", "not-applied", "order-18", "--account", "acme", "--yes", "--why"];
+    cli.run(&[&not_applied[..], &["T-18"]].concat()).ok();
+    let paid = sandbox.send(Call::pay("order-18", "tok_crash_before")).await;
+    assert!(paid.status == 201 && !paid.is_replay(), "{paid:?}");
+    assert_eq!(paid.json()["attempt"], 2);
+    assert_eq!(sandbox.charges().await, 1);
+}
+
+#[tokio::test]
+async fn a_key_that_is_forgotten_is_new() {
+    let redis = RedisServer::start();
+    let sandbox = Sandbox::start(&["--store", &redis.url()]);
+    let first = sandbox.send(Call::pay("order-19", "tok_visa")).await;
+    let cli = Cli::new(redis.url());
+    let forget = ["forget", "order-19", "--account", "acme", "--why", "a test order", "--yes"];
+    cli.run(&forget).ok();
+    cli.run(&forget).failed(3);
+    let second = sandbox.send(Call::pay("order-19", "tok_visa")).await;
+    assert!(!second.is_replay() && second.id() != first.id());
+    assert_eq!(sandbox.charges().await, 2);
+}
+
+fn key(name: &str) -> StorageKey {
+    StorageKey::new(&Identity::from("acme"), &IdempotencyKey::new(name).unwrap())
+}
+
+fn print() -> Fingerprint {
+    Fingerprint::from_stored(RecipeId::from_bytes([1; 4]), [7; 32])
+}
+
+async fn claimed(store: &dyn Store, name: &str) -> Lease {
+    let claim = Claim {
+        holder: HolderId::random(),
+        fingerprints: Fingerprints::one(print()),
+        terms: TERMS,
+        on_expired: OnExpired::Refuse,
+        effects: Effects::Anywhere,
+    };
+    match store.claim(key(name), &claim).await.unwrap() {
+        ClaimOutcome::Acquired(lease) => lease,
+        other => panic!("{other:?}"),
+    }
+}
+
+async fn unknown(store: &dyn Store, name: &str) {
+    let lease = claimed(store, name).await;
+    store.release(&lease, &Release { terms: TERMS, verdict: Verdict::Unknown }).await.unwrap();
+}
+
+async fn completed(store: &dyn Store, name: &str, body: &'static str) {
+    let lease = claimed(store, name).await;
+    let (head, ()) = http::Response::builder()
+        .status(201)
+        .header("x-note", "kept")
+        .body(())
+        .unwrap()
+        .into_parts();
+    let response = StoredResponse::new(&head, Bytes::from(body), &HeaderRules::default()).encode();
+    let completion = Completion { terms: TERMS, response, writes: Writes::Keep };
+    store.complete(&lease, &completion).await.unwrap();
+}
+
+#[tokio::test]
+async fn what_changed_meanwhile_or_runs_is_left_alone() {
+    let redis = RedisServer::start();
+    let store = RedisStore::connect(&redis.url()).await.unwrap();
+    let cli = Cli::new(redis.url());
+    unknown(&store, "k").await;
+    let version = cli.run(&["show", "k", "--account", "acme", "--json"]).ok().json()["version"]
+        .as_str()
+        .unwrap()
+        .to_owned();
+    let change = ["k", "--account", "acme", "--why", "x", "--yes", "--if-version", &version];
+    cli.run(&[&["settle", "not-applied"], &change[..]].concat()).ok();
+    for command in [&["settle", "not-applied"][..], &["forget"]] {
+        let refused = cli.run(&[command, &change].concat()).failed(4);
+        assert!(refused.errors.contains("changed since"), "{refused:?}");
+    }
+    let refused = cli.run(&[&["forget", "--json"], &change[..]].concat()).failed(4);
+    let error: Value = serde_json::from_str(&refused.errors).unwrap();
+    assert_eq!(error["error"]["code"], "changed");
+
+    let running = claimed(&store, "runs").await;
+    let change = ["runs", "--account", "acme", "--why", "x", "--yes"];
+    cli.run(&[&["settle", "not-applied"], &change[..]].concat()).failed(4);
+    cli.run(&[&["forget"], &change[..]].concat()).failed(4);
+    assert_eq!(running.owner().attempt.number(), 1);
+
+    redis.cli(&["set", &format!("idem:{{{}}}", key("odd").to_text()), "?", "ex", "600"]);
+    let change = ["odd", "--account", "acme", "--why", "x", "--yes"];
+    let refused = cli.run(&[&["forget"], &change[..]].concat()).failed(4);
+    assert!(refused.errors.contains("--unreadable"), "{refused:?}");
+    cli.run(&[&["forget", "--unreadable"], &change[..]].concat()).ok();
+}
+
+#[tokio::test]
+async fn wrong_use_and_failures_have_codes_of_their_own() {
+    let redis = RedisServer::start();
+    let cli = Cli::new(redis.url());
+    let which = ["k", "--account", "acme"];
+    for args in [
+        vec!["show"],
+        vec!["show", "k"],
+        vec!["list", "--in-flight-older-than", "5"],
+        vec!["list", "--unknown", "--in-flight-older-than", "5m"],
+        [&["forget", "--yes"], &which[..]].concat(),
+        [&["forget", "--yes", "--why", " "], &which[..]].concat(),
+        [&["settle", "done", "--yes", "--why", "x"], &which[..]].concat(),
+        [&["settle", "done", "--yes", "--why", "x", "--status", "99"], &which[..]].concat(),
+    ] {
+        cli.run(&args).failed(2);
+    }
+    let mut bare = cli.command();
+    let bare = bare.env_remove("IDEMPOTENCY_STORE").arg("trail").output().unwrap();
+    assert_eq!(bare.status.code(), Some(2));
+
+    cli.run(&[&["show"], &which[..]].concat()).failed(3);
+    cli.run(&["show", "--reference", "0123456789ab"]).failed(3);
+    let listed = cli.run(&["list"]).failed(1);
+    assert!(listed.errors.contains("idempotency audit"), "{listed:?}");
+
+    let store = RedisStore::connect(&redis.url()).await.unwrap();
+    unknown(&store, "k").await;
+    // Nobody can be asked here.
+    let refused = cli.run_with(&[&["forget", "--why", "x"], &which[..]].concat(), "y\n").failed(2);
+    assert!(refused.errors.contains("--yes"), "{refused:?}");
+    cli.run(&[&["show"], &which[..]].concat()).ok();
+}
+
+#[test]
+fn a_password_is_repeated_neither_in_errors_nor_in_help() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("none.db");
+    for url in [
+        "redis://u:s3cr3t@127.0.0.1:1/",
+        "redis+cluster://:s3cr3t@127.0.0.1:1",
+        "postgres://u:s3cr3t@127.0.0.1:1/d",
+        "mongodb://u:s3cr3t@h",
+        "redis://u:s3cr3t@127.0.0.1:port/",
+    ] {
+        let cli = Cli::new(url);
+        for args in [&["trail"][..], &["trail", "--help"], &["trail", "--store", url]] {
+            let ran = cli.run(args);
+            assert!(!ran.out.contains("s3cr3t") && !ran.errors.contains("s3cr3t"), "{ran:?}");
+        }
+        assert_ne!(cli.run(&["trail"]).code, 0);
+    }
+    let ran = Cli::new(format!("sqlite:{}", file.display())).run(&["trail"]).failed(1);
+    assert!(ran.errors.contains("no such file") && !file.exists(), "{ran:?}");
+}
+
+#[tokio::test]
+async fn keys_and_bodies_are_not_shown_unless_asked_for() {
+    let redis = RedisServer::start();
+    let store = RedisStore::connect(&redis.url()).await.unwrap();
+    completed(&store, "planted-key-4242", "planted-body-4242").await;
+    unknown(&store, "planted-other-4242").await;
+    let cli = Cli::new(redis.url());
+    let done = ["planted-key-4242", "--account", "acme"];
+    let lost = ["planted-other-4242", "--account", "acme", "--why", "T-1", "--yes"];
+    let mut all = vec![
+        cli.run(&["audit"]).ok(),
+        cli.run(&["list", "--json"]).ok(),
+        cli.run(&["list"]).ok(),
+        cli.run(&[&["show"], &done[..]].concat()).ok(),
+        cli.run(&[&["show", "--json"], &done[..]].concat()).ok(),
+        cli.run(&[&["settle", "done", "--status", "200", "--body", "planted"], &lost[..]].concat())
+            .ok(),
+        cli.run(&[&["forget"], &lost[..]].concat()).ok(),
+        cli.run(&["trail"]).ok(),
+        cli.run(&["trail", "--json"]).ok(),
+    ];
+    all.push(cli.run(&[&["forget"], &lost[..]].concat()).failed(3));
+    for ran in &all {
+        assert!(!ran.out.contains("planted") && !ran.errors.contains("planted"), "{ran:?}");
+    }
+    let asked = cli.run(&[&["show", "--contents"], &done[..]].concat()).ok();
+    assert!(asked.out.contains("planted-body-4242") && asked.out.contains("x-note: kept"));
+    let asked = cli.run(&[&["show", "--contents", "--json"], &done[..]].concat()).ok();
+    assert_eq!(asked.json()["response"]["body"], "planted-body-4242");
+    let keys = redis.cli(&["xrange", "idem:{operators}:trail", "-", "+"]);
+    assert!(keys.contains("T-1") && !keys.contains("planted"), "{keys}");
+}
+
+#[tokio::test]
+async fn colours_and_questions_are_for_terminals() {
+    let redis = RedisServer::start();
+    let store = RedisStore::connect(&redis.url()).await.unwrap();
+    unknown(&store, "k").await;
+    let cli = Cli::new(redis.url());
+    cli.run(&["audit"]).ok();
+    assert!(!cli.run(&["list"]).ok().out.contains('\u{1b}'));
+    let (_, seen) = cli.on_terminal(&["list"], "", &[]);
+    assert!(seen.contains("\u{1b}[31;1moutcome unknown"), "{seen:?}");
+    let (_, seen) = cli.on_terminal(&["list"], "", &[("NO_COLOR", "1")]);
+    assert!(seen.contains("outcome unknown") && !seen.contains('\u{1b}'), "{seen:?}");
+
+    let forget = ["forget", "k", "--account", "acme", "--why", "x"];
+    let (code, seen) = cli.on_terminal(&forget, "n\n", &[]);
+    assert!(code == 1 && seen.contains("Go on? [y/N]"), "{code} {seen}");
+    cli.run(&["show", "k", "--account", "acme"]).ok();
+    let (code, seen) = cli.on_terminal(&forget, "y\n", &[]);
+    assert!(code == 0 && seen.contains("is forgotten"), "{code} {seen}");
+    cli.run(&["show", "k", "--account", "acme"]).failed(3);
+}
+
+async fn in_a_table(store: &dyn Store, cli: &Cli) {
+    unknown(store, "lost").await;
+    completed(store, "done", "x").await;
+    let audit = cli.run(&["audit"]).ok();
+    assert!(audit.out.contains("nothing to do"), "{audit:?}");
+    let listed = cli.run(&["list", "--json"]).ok().json();
+    assert_eq!(listed["index"]["kind"], "direct");
+    let reference = listed["records"][0]["reference"].as_str().unwrap();
+    assert_eq!(
+        (listed["records"].as_array().unwrap().len(), reference),
+        (1, &*key("lost").log_id())
+    );
+    cli.run(&["settle", "not-applied", "--reference", reference, "--why", "x", "--yes"]).ok();
+    let storage_key = key("done").to_text();
+    cli.run(&["forget", "--storage-key", &storage_key, "--why", "y", "--yes"]).ok();
+    let trail = cli.run(&["trail", "--json"]).ok().json();
+    let whys: Vec<_> = trail.as_array().unwrap().iter().map(|entry| &entry["why"]).collect();
+    assert_eq!(whys, ["y", "x"]);
+    assert_eq!(cli.run(&["list"]).ok().out, "");
+}
+
+#[tokio::test]
+async fn an_sqlite_file_is_looked_after_as_well() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("test.db");
+    let store = SqliteLeaseStore::open(&file).await.unwrap();
+    store.migrate().await.unwrap();
+    in_a_table(&store, &Cli::new(format!("sqlite:{}", file.display()))).await;
+}
+
+#[tokio::test]
+async fn a_database_of_an_earlier_release_is_read_and_not_changed() {
+    use tower_idempotency::store::sql::sqlx;
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("test.db");
+    let store = SqliteLeaseStore::open(&file).await.unwrap();
+    store.migrate().await.unwrap();
+    let older = "DROP TABLE idempotency_trail; DROP INDEX idempotency_records_unsettled";
+    sqlx::raw_sql(older).execute(store.pool()).await.unwrap();
+    unknown(&store, "lost").await;
+    let cli = Cli::new(format!("sqlite:{}", file.display()));
+    assert!(cli.run(&["list"]).ok().out.contains("outcome unknown"));
+    let settle = ["settle", "not-applied", "lost", "--account", "acme", "--why", "x", "--yes"];
+    let refused = cli.run(&settle).failed(1);
+    assert!(refused.errors.contains("migrate()"), "{refused:?}");
+    assert!(cli.run(&["list"]).ok().out.contains("outcome unknown"), "something was changed");
+}
+
+#[tokio::test]
+async fn a_postgres_database_is_looked_after_as_well() {
+    let (_server, url) = PostgresServer::shared();
+    let store = PostgresLeaseStore::connect(&url).await.unwrap();
+    store.migrate().await.unwrap();
+    in_a_table(&store, &Cli::new(url)).await;
+}
+
+#[tokio::test]
+async fn a_protected_store_is_opened_and_sealed_with_its_key() {
+    let redis = RedisServer::start();
+    let secret = [0xAB; 32];
+    let keys = ProtectionKeys::new(ProtectionKeyId::from_number(3), &secret);
+    let store = RedisStore::connect(&redis.url()).await.unwrap();
+    let store = Protected::new(store, keys);
+    completed(&store, "done", "sealed body").await;
+    unknown(&store, "lost").await;
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("key");
+    std::fs::write(&file, "ab".repeat(32) + "\n").unwrap();
+    let protection = format!("3={}", file.display());
+    let cli = Cli::new(redis.url());
+    let show = ["show", "done", "--account", "acme", "--contents"];
+    // Without the key it is bytes that are no answer.
+    let blind = cli.run(&show);
+    assert!(!blind.out.contains("sealed body"), "{blind:?}");
+    let with_key = ["--protection-key", &protection];
+    let shown = cli.run(&[&show[..], &with_key].concat()).ok();
+    assert!(shown.out.contains("sealed body"), "{shown:?}");
+    let settle =
+        ["settle", "done", "lost", "--account", "acme", "--status", "201", "--body", "paid"];
+    let settle = [&settle[..], &["--why", "x", "--yes"], &with_key].concat();
+    cli.run(&settle).ok();
+    let claim = Claim {
+        holder: HolderId::random(),
+        fingerprints: Fingerprints::one(print()),
+        terms: TERMS,
+        on_expired: OnExpired::Refuse,
+        effects: Effects::Anywhere,
+    };
+    let ClaimOutcome::Completed(replay) = store.claim(key("lost"), &claim).await.unwrap() else {
+        panic!("the service can open what was settled")
+    };
+    assert_eq!(StoredResponse::decode(replay).unwrap().status(), 201);
+}
+
+/// Puts so many answered records into a server.
+async fn fill(server: &RedisServer, count: usize) {
+    let client = redis::Client::open(server.url()).unwrap();
+    let config = redis::AsyncConnectionConfig::new().set_response_timeout(None);
+    let mut connection =
+        client.get_multiplexed_async_connection_with_config(&config).await.unwrap();
+    let (head, ()) = http::Response::builder().status(201).body(()).unwrap().into_parts();
+    let body = Bytes::from_static(&[b'x'; 200]);
+    let response = StoredResponse::new(&head, body, &HeaderRules::default()).encode();
+    let record = Record {
+        fingerprint: print(),
+        holder: HolderId::random(),
+        attempt: Attempt::FIRST,
+        fence: Fence::from_number(1_764_403_200_000),
+        created: Millis(1_764_403_200_000),
+        checkpoint: Bytes::new(),
+        state: State::Completed { at: Millis(1_764_403_200_000), response },
+    };
+    let record = record.encode();
+    for chunk in (0..count).collect::<Vec<_>>().chunks(2_000) {
+        let mut sets = redis::pipe();
+        for number in chunk {
+            let name = format!("idem:{{{}}}", key(&format!("n-{number}")).to_text());
+            sets.cmd("SET").arg(name).arg(&record[..]).arg("PX").arg(3_600_000).ignore();
+        }
+        let () = sets.query_async(&mut connection).await.unwrap();
+    }
+}
+
+/// `CLI_KEYS=1000000` makes it as many as are promised.
+#[tokio::test]
+async fn among_a_million_keys_an_unknown_outcome_is_found_and_settled_in_a_second() {
+    let count = std::env::var("CLI_KEYS").map_or(20_000, |count| count.parse().unwrap());
+    let redis = RedisServer::start();
+    fill(&redis, count).await;
+    let sandbox = crash(&redis.url(), "order-1", "tok_crash_after").await;
+    let cli = Cli::new(redis.url());
+    let rate = (count * 2).to_string();
+    let audit = cli.run(&["audit", "--keys-per-second", &rate]).ok();
+    let listed = cli.run(&["list"]).ok();
+    let reference = key("order-1").log_id();
+    assert!(listed.out.contains(&reference), "{listed:?}");
+    let settled = cli
+        .run(&[
+            "settle",
+            "done",
+            "--reference",
+            &reference,
+            "--status",
+            "201",
+            "--body",
+            r#"{"id":"pay_1"}"#,
+            "--why",
+            "T-1",
+            "--yes",
+        ])
+        .ok();
+    println!(
+        "{count} keys: audit {:?}, list {:?}, settle {:?}; {}",
+        audit.took,
+        listed.took,
+        settled.took,
+        audit.out.trim()
+    );
+    assert!(listed.took + settled.took < Duration::from_secs(1), "{listed:?} {settled:?}");
+    let replayed = sandbox.send(Call::pay("order-1", "tok_crash_after")).await;
+    assert!(replayed.is_replay() && replayed.id() == "pay_1", "{replayed:?}");
+    assert_eq!(sandbox.charges().await, 1);
+}
+
+#[tokio::test]
+async fn a_pass_that_is_interrupted_leaves_the_last_listing_and_shows_its_progress() {
+    let redis = RedisServer::start();
+    let store = RedisStore::connect(&redis.url()).await.unwrap();
+    unknown(&store, "lost").await;
+    fill(&redis, 3_000).await;
+    let cli = Cli::new(redis.url());
+    cli.run(&["audit", "--keys-per-second", "100000"]).ok();
+    let before = cli.run(&["list", "--json"]).ok().json();
+    let mut slow = cli.command();
+    slow.args(["audit", "--keys-per-second", "200"]).stdin(Stdio::null());
+    let mut slow = slow.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    std::thread::sleep(Duration::from_millis(5_600));
+    let pid = slow.id().to_string();
+    assert!(Command::new("kill").args(["-s", "INT", &pid]).status().unwrap().success());
+    let ended = slow.wait().unwrap();
+    assert!(!ended.success());
+    let mut said = String::new();
+    std::io::Read::read_to_string(&mut slow.stderr.take().unwrap(), &mut said).unwrap();
+    assert!(said.contains("of about 300") && said.contains("left"), "{said:?}");
+    let after = cli.run(&["list", "--json"]).ok().json();
+    assert_eq!(after["index"]["started"], before["index"]["started"]);
+    assert_eq!(after["records"][0]["reference"], before["records"][0]["reference"]);
+}
+
+#[test]
+fn the_help_says_what_exit_codes_mean() {
+    let help = Cli::new("redis://h").run(&["--help"]).ok();
+    for part in ["Exit codes", "IDEMPOTENCY_STORE", "audit", "trail", "settle"] {
+        assert!(help.out.contains(part), "{part}");
+    }
+    assert!(Path::new(env!("CARGO_BIN_EXE_idempotency")).exists());
+}
