@@ -117,6 +117,7 @@ async fn app() -> Fallible<Router> {
         }
         sqlite if sqlite.starts_with("sqlite:") => {
             let store = SqliteStore::open(&sqlite["sqlite:".len()..]).await?;
+            store.migrate().await?;
             sqlx::query("CREATE TABLE IF NOT EXISTS payments (amount INTEGER NOT NULL, receipt BLOB NOT NULL)")
                 .execute(store.pool())
                 .await?;
