@@ -93,7 +93,7 @@ fn layer(c: &mut Criterion) {
     let config =
         config().retention(Duration::from_secs(1)).unknown_retention(Duration::from_secs(1));
     let layer = IdempotencyLayer::new(config.build().unwrap(), MemoryStore::new());
-    let service = layer.layer(handler.clone());
+    let service = layer.layer(handler);
     let request = |method: Method, key: Option<&str>| {
         let request = Request::builder().method(method).uri("/v1/payments");
         let request =
@@ -103,7 +103,7 @@ fn layer(c: &mut Criterion) {
     let go = |runtime: &Runtime, request| runtime.block_on(service.clone().oneshot(request));
     let mut group = c.benchmark_group("request");
     group.bench_function("no layer", |b| {
-        b.iter(|| runtime.block_on(handler.clone().oneshot(request(Method::POST, Some(KEY)))));
+        b.iter(|| runtime.block_on(handler.oneshot(request(Method::POST, Some(KEY)))));
     });
     group.bench_function("not covered", |b| b.iter(|| go(&runtime, request(Method::GET, None))));
     group.bench_function("without a key", |b| b.iter(|| go(&runtime, request(Method::POST, None))));

@@ -14,6 +14,7 @@
 //! | [requests] | where keys come from, and when two requests are the same |
 //! | [redis](mod@redis) | what Redis must be like |
 //! | [failures] | what can break, what happens then |
+//! | [performance] | what it costs, next to a floor written by hand, and how to measure it |
 //! | [stores] | which store, and what each can promise |
 //! | [migration] | from doing it by hand, without a gap and without a double |
 //! | [glossary] | the words, each with one meaning |
@@ -41,6 +42,8 @@ pub mod openapi {
     /// `openapi/idempotency.yaml` in the sources.
     pub const FRAGMENT: &str = include_str!("../../openapi/idempotency.yaml");
 }
+#[doc = include_str!("performance.md")]
+pub mod performance {}
 #[doc = include_str!("problems.md")]
 pub mod problems {}
 #[doc = include_str!("redis.md")]

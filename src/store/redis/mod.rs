@@ -1,4 +1,5 @@
-//! The Redis store: one string per record, one Lua script per verb, exactly one key per script.
+//! The Redis store: one string per record, one Lua script per verb, exactly one key per script. (Large answers
+//! alone take a second key, for the moment in which they are stored; see the [guide](crate::guide::redis).)
 //!
 //! ```no_run
 //! # async fn start() -> Result<(), tower_idempotency::StoreError> {
