@@ -56,7 +56,8 @@ pub(super) async fn open(
             }
             // TLS gathers by itself what goes into one of its records.
             _ => {
-                let connection = client.get_multiplexed_async_connection_with_config(config).await?;
+                let connection =
+                    client.get_multiplexed_async_connection_with_config(config).await?;
                 Ok(Opened { connection, driver: None })
             }
         }
