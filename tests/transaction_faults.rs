@@ -9,7 +9,7 @@ mod support;
 use std::convert::Infallible;
 use std::future::Future;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU8, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
@@ -19,9 +19,8 @@ use http::{Request, Response};
 use http_body_util::{BodyExt as _, Full};
 use sqlx::postgres::{PgPool, PgPoolOptions};
 use sqlx::{AssertSqlSafe, Postgres, Sqlite};
+use support::breaking::{Breaking, Fault};
 use support::postgres::PostgresServer;
-use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
-use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::Barrier;
 use tower::{Layer as _, ServiceExt as _, service_fn};
 use tower_idempotency::store::sql::{Backend, Isolation, Tx, sqlx};
@@ -176,66 +175,11 @@ async fn a_deferred_constraint_that_fails_at_commit_leaves_nothing_and_a_free_ke
 
 // ---- D2, D3, D5: connections that break
 
-/// A way to the server that breaks once, at the COMMIT.
-struct Breaking {
-    port: u16,
-    armed: Arc<AtomicU8>,
-}
-
-const REPLY_LOST: u8 = 1;
-const REQUEST_LOST: u8 = 2;
-
-impl Breaking {
-    async fn to(target: u16) -> Self {
-        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let port = listener.local_addr().unwrap().port();
-        let armed = Arc::new(AtomicU8::new(0));
-        let shared = Arc::clone(&armed);
-        tokio::spawn(async move {
-            while let Ok((client, _)) = listener.accept().await {
-                tokio::spawn(carry(client, target, Arc::clone(&shared)));
-            }
-        });
-        Self { port, armed }
-    }
-}
-
-async fn carry(mut client: TcpStream, target: u16, armed: Arc<AtomicU8>) {
-    let Ok(mut server) = TcpStream::connect(("127.0.0.1", target)).await else { return };
-    let (mut up, mut down) = (vec![0; 1 << 16], vec![0; 1 << 16]);
-    loop {
-        tokio::select! {
-            read = client.read(&mut up) => {
-                let Ok(length @ 1..) = read else { return };
-                let is_commit = up[..length].windows(7).any(|window| window == b"COMMIT\0");
-                let fault = if is_commit { armed.swap(0, Ordering::SeqCst) } else { 0 };
-                if fault == REQUEST_LOST {
-                    return;
-                }
-                if server.write_all(&up[..length]).await.is_err() {
-                    return;
-                }
-                if fault == REPLY_LOST {
-                    // The server has done it and says so, and nobody hears it.
-                    let _ = server.read(&mut down).await;
-                    return;
-                }
-            }
-            read = server.read(&mut down) => {
-                let Ok(length @ 1..) = read else { return };
-                if client.write_all(&down[..length]).await.is_err() {
-                    return;
-                }
-            }
-        }
-    }
-}
-
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_commit_whose_reply_is_lost_is_found_and_answered_with_what_is_stored() {
     let (server, url, watch) = database().await;
     let breaking = Breaking::to(server.port()).await;
-    let url = url.replace(&server.port().to_string(), &breaking.port.to_string());
+    let url = breaking.url(&url, server.port());
     let store = PostgresStore::from_pool(pool(&url, 5).await);
     let runs = Arc::new(AtomicUsize::new(0));
     let counted = Arc::clone(&runs);
@@ -244,9 +188,9 @@ async fn a_commit_whose_reply_is_lost_is_found_and_answered_with_what_is_stored(
         pay(tx, key)
     });
     for n in 0..5 {
-        breaking.armed.store(REPLY_LOST, Ordering::SeqCst);
+        breaking.arm(Fault::ReplyLost);
         let told = send(&format!("k{n}")).await;
-        assert_eq!(breaking.armed.load(Ordering::SeqCst), 0, "the fault was met");
+        assert_eq!(breaking.met(), n + 1, "the fault was met");
         assert_eq!((told.0, told.1), (201, false), "{told:?}");
     }
     assert_eq!((effects(&watch).await, runs.load(Ordering::SeqCst)), (5, 5));
@@ -257,13 +201,13 @@ async fn a_commit_whose_reply_is_lost_is_found_and_answered_with_what_is_stored(
 async fn a_commit_that_never_arrived_runs_the_unit_again() {
     let (server, url, watch) = database().await;
     let breaking = Breaking::to(server.port()).await;
-    let url = url.replace(&server.port().to_string(), &breaking.port.to_string());
+    let url = breaking.url(&url, server.port());
     let store = PostgresStore::from_pool(pool(&url, 5).await);
     let send = serve(config(), store, pay);
     for n in 0..5 {
-        breaking.armed.store(REQUEST_LOST, Ordering::SeqCst);
+        breaking.arm(Fault::RequestLost);
         let told = send(&format!("k{n}")).await;
-        assert_eq!(breaking.armed.load(Ordering::SeqCst), 0, "the fault was met");
+        assert_eq!(breaking.met(), n + 1, "the fault was met");
         assert_eq!((told.0, told.1), (201, false), "{told:?}");
     }
     assert_eq!(effects(&watch).await, 5);

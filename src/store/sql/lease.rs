@@ -4,9 +4,10 @@ use std::fmt;
 use std::time::Duration;
 
 use sqlx::{Pool, SqlStr};
+use tokio::time::{Instant, timeout};
 
-use super::session::{ANSWER_WITHIN, Session, bounded};
-use super::{Backend, Lock, maybe_done, not_done, step, task_gone};
+use super::session::{ANSWER_WITHIN, ASK_PAUSE_MAX, COMMIT_SILENT, Session, bounded, silent};
+use super::{Backend, Lock, Row, maybe_done, not_done, step, task_gone};
 use crate::error::StoreError;
 use crate::record::{
     self, Claim, ClaimOutcome, CompleteOutcome, Completion, Current, Millis, Release,
@@ -27,9 +28,9 @@ impl<DB: Backend> Clone for LeaseCore<DB> {
     }
 }
 
-/// How long a COMMIT of a verb may take. It may wait for a standby, and the server goes on with it when
-/// its client has gone: so each that is given up is one more backend there, and a bound as short as that
-/// of a statement would fill the server while a standby is away.
+/// How long a COMMIT of a verb may take while the key is still in its hands. It may wait for a standby, and
+/// the server goes on with it when its client has gone: so each that is given up is one more backend there,
+/// and a bound as short as that of a statement would fill the server while a standby is away.
 const COMMIT_WITHIN: Duration = Duration::from_secs(30);
 /// How long one sweep may take: it is as large as its caller wants it.
 const SWEEP_WITHIN: Duration = Duration::from_secs(300);
@@ -67,7 +68,7 @@ impl<DB: Backend> LeaseCore<DB> {
             let done = bounded::<DB, _>(ANSWER_WITHIN, done).await;
             match session.seen(done) {
                 Ok(outcome) => {
-                    let committed = bounded::<DB, _>(COMMIT_WITHIN, session.commit()).await;
+                    let committed = core.commit(&mut session, key).await;
                     let committed = session.seen(committed);
                     committed.map_err(|error| maybe_done::<DB>(operation, error))?;
                     Ok(outcome)
@@ -79,6 +80,43 @@ impl<DB: Backend> LeaseCore<DB> {
             }
         });
         work.await.unwrap_or_else(|_| Err(task_gone::<DB>(operation)))
+    }
+
+    /// Sends the COMMIT of a verb, and does not wait for an answer that was lost: its caller sends the
+    /// verb again.
+    async fn commit(&self, session: &mut Session<DB>, key: StorageKey) -> sqlx::Result<()> {
+        let mut committing = std::pin::pin!(session.commit());
+        if !DB::REMOTE {
+            return committing.await;
+        }
+        let (began, mut pause) = (Instant::now(), COMMIT_SILENT);
+        loop {
+            if let Ok(done) = timeout(pause, committing.as_mut()).await {
+                return done;
+            }
+            if began.elapsed() > COMMIT_WITHIN || self.is_over(key).await.is_ok() {
+                return Err(silent());
+            }
+            pause = (pause * 2).min(ASK_PAUSE_MAX);
+        }
+    }
+
+    /// Fails while somebody else's transaction has this key.
+    async fn is_over(&self, key: StorageKey) -> sqlx::Result<()> {
+        let mut session = Session::begin(&self.pool, self.begin.clone()).await?;
+        let asked = async {
+            let connection = session.connection()?;
+            if DB::look(connection, key, Lock::Row).await?.row.is_none() {
+                // A row that is not committed cannot be seen, but it is in the way of another one.
+                let nothing = Row { key, state: 1, record: [0].to_vec().into(), expires: Some(1) };
+                DB::insert(connection, nothing).await?;
+            }
+            Ok(())
+        };
+        let asked = bounded::<DB, _>(ANSWER_WITHIN, asked).await;
+        let asked = session.seen(asked);
+        session.rollback().await;
+        asked
     }
 
     pub(super) async fn claim(

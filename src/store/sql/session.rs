@@ -19,6 +19,13 @@ use super::{Backend, Weight, weigh};
 /// How long a statement of the store itself may take. It waits for a lock for a tenth of a second, and
 /// reads or writes one row by its key: whoever does not answer by then does not answer.
 pub(super) const ANSWER_WITHIN: Duration = Duration::from_secs(5);
+/// How long a COMMIT may go without an answer until it is asked on another connection what became of it.
+/// One takes milliseconds, and there has to be time for that before the client is told 503
+/// ([`complete_within`](crate::ConfigBuilder::complete_within), four seconds).
+pub(super) const COMMIT_SILENT: Duration = Duration::from_secs(1);
+/// The longest pause between two such questions. Each waits a tenth of a second for the row with a
+/// connection, and many may ask at once.
+pub(super) const ASK_PAUSE_MAX: Duration = Duration::from_secs(5);
 /// How long a ROLLBACK may take, and the driver's last look before a connection goes back to the pool.
 /// The database throws work away at once; what it is still busy with ends when the connection does.
 const ROLLBACK_WITHIN: Duration = Duration::from_secs(2);

@@ -11,7 +11,7 @@ use tokio::time::{Instant, sleep, timeout};
 
 use super::desk::{Desk, Seat};
 use super::lease::LeaseCore;
-use super::session::{ANSWER_WITHIN, Session, bounded};
+use super::session::{ANSWER_WITHIN, ASK_PAUSE_MAX, COMMIT_SILENT, Session, bounded};
 use super::tx::{Open, Unit};
 use super::{Backend, Lock, Row, Weight, maybe_done, not_done, step, task_gone, weigh};
 use crate::error::{StoreError, StoreErrorKind};
@@ -61,15 +61,8 @@ const UNDO: &str = "ROLLBACK TO SAVEPOINT idempotency_claim";
 /// whoever waits longer finds nobody.
 const TURN_WITHIN: Duration = Duration::from_secs(10);
 
-/// How long a COMMIT may go without an answer until it is asked on another connection what became of it.
-/// One takes milliseconds, and there has to be time for that before the client is told 503
-/// ([`complete_within`](crate::ConfigBuilder::complete_within), four seconds).
-const COMMIT_SILENT: Duration = Duration::from_secs(1);
 /// The first pause between two questions, when the line is closed.
 const FIRST_PAUSE: Duration = Duration::from_millis(100);
-/// The longest pause between two such questions. Each waits a tenth of a second for the row with a
-/// connection, and all turns may ask at once.
-const ASK_PAUSE_MAX: Duration = Duration::from_secs(5);
 
 /// A run with an open transaction: what the lease carries.
 struct Running<DB: Backend> {
