@@ -19,6 +19,8 @@ pub enum Fault {
     ReplySwallowed,
     /// It does not arrive, and from then on nothing goes through, while the connection stays open.
     RequestSwallowed,
+    /// It does not arrive before the client is gone, and then the connection ends.
+    RequestHeld,
 }
 
 /// A relay on a port of its own. It ends with the runtime of its test.
@@ -107,6 +109,10 @@ async fn carry(mut client: TcpStream, target: u16, shared: Arc<Shared>) {
                 match fault {
                     Some(Fault::RequestLost) => return,
                     Some(Fault::RequestSwallowed) => break,
+                    Some(Fault::RequestHeld) => {
+                        while let Ok(1..) = client.read(&mut up).await {}
+                        return;
+                    }
                     Some(Fault::ReplyLost | Fault::ReplySwallowed) | None => {}
                 }
                 wait().await;
@@ -122,7 +128,7 @@ async fn carry(mut client: TcpStream, target: u16, shared: Arc<Shared>) {
                         }
                         break;
                     }
-                    Some(Fault::RequestLost | Fault::RequestSwallowed) | None => {}
+                    Some(Fault::RequestLost | Fault::RequestSwallowed | Fault::RequestHeld) | None => {}
                 }
             }
             read = server.read(&mut down) => {

@@ -18,7 +18,11 @@ use tracing::{Dispatch, Event, Level, Metadata, Subscriber, dispatcher};
 const TARGET: &str = "sqlx::postgres::notice";
 
 /// One for all: making one has every call site of the program asked anew.
-static LISTENER: LazyLock<Dispatch> = LazyLock::new(|| Dispatch::new(Listener));
+///
+/// And a second one that nobody uses. As long as a program has one subscriber, `tracing` asks only the one
+/// of the thread that comes to a call site first, and where that has none the site is off for good.
+static LISTENERS: LazyLock<[Dispatch; 2]> =
+    LazyLock::new(|| [Dispatch::new(Listener), Dispatch::new(Listener)]);
 
 thread_local! {
     /// A warning was heard on this thread.
@@ -79,11 +83,12 @@ impl Subscriber for Listener {
 /// Runs some work of the driver; true with its result if the server warned meanwhile.
 pub(super) async fn watched<T>(work: impl Future<Output = T>) -> (T, bool) {
     let mut work = pin!(work);
+    let [listener, _] = &*LISTENERS;
     let mut warned = false;
     let done = std::future::poll_fn(|context| {
         HEARD.set(false);
         OTHERS.set(Some(dispatcher::get_default(Dispatch::clone)));
-        let polled = dispatcher::with_default(&LISTENER, || work.as_mut().poll(context));
+        let polled = dispatcher::with_default(listener, || work.as_mut().poll(context));
         OTHERS.set(None);
         warned |= HEARD.replace(false);
         polled
@@ -111,5 +116,13 @@ mod tests {
         assert!(watched(say(true)).await.1);
         say(true).await;
         assert!(!watched(say(false)).await.1, "what was said before is not what was asked for");
+    }
+
+    #[tokio::test]
+    async fn a_call_site_that_was_met_without_a_listener_is_heard_later() {
+        drop(watched(async {}).await);
+        let warn = || tracing::warn!(target: "sqlx::postgres::notice", "canceling wait");
+        warn();
+        assert!(watched(async { warn() }).await.1);
     }
 }
