@@ -1,6 +1,6 @@
 //! What lies outside of a transaction and decides about it: a process that dies while its database is
 //! busy, a provider that is called in the middle, a disk that is full, a server that only reads.
-//! (Fault matrix, D7, D12 and D13, and B96.)
+//! (Fault matrix, D6, D7, D12 and D13.)
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on panics")]
 
@@ -15,7 +15,6 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use futures_util::future::join_all;
 use http::{Request, Response, StatusCode};
 use http_body_util::Full;
 use sqlx::postgres::{PgPool, PgPoolOptions};
@@ -563,75 +562,4 @@ async fn a_handler_that_goes_on_after_a_full_disk_writes_nothing_outside_of_its_
             assert_eq!(rows, 0, "{table}");
         }
     }
-}
-
-// ---- B96: a sweep is small, however much there is
-
-async fn fill(pool: &PgPool, rows: u32, expires_at: &str) {
-    let fill = format!(
-        "INSERT INTO idempotency_records (storage_key, state, expires_at, record)
-         SELECT substr(sha256(n::text::bytea), 1, 24), 4, {expires_at},
-                '\\x0104'::bytea || substr(sha256('x'), 1, 32) || sha256('y') || sha256('z')
-           FROM generate_series(1, {rows}) AS n"
-    );
-    sqlx::query(AssertSqlSafe(fill)).execute(pool).await.unwrap();
-    sqlx::raw_sql("VACUUM ANALYZE idempotency_records").execute(pool).await.unwrap();
-}
-
-const READ_IN_SEQUENCE: &str = "SELECT COALESCE(SUM(seq_tup_read), 0)::bigint
-      FROM pg_stat_user_tables WHERE relname = 'idempotency_records'";
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_sweep_over_many_rows_takes_its_part_by_the_index_while_claims_go_on() {
-    const EXPIRED: u32 = 50_000;
-    let (_server, url, watch) = database().await;
-    fill(&watch, EXPIRED, "n").await;
-    let swept_by = pool(&url).await;
-    let sweeper = PostgresStore::from_pool(swept_by.clone());
-    let sweeping = tokio::spawn(async move {
-        let mut parts = Vec::new();
-        for _ in 0..20 {
-            parts.push(sweeper.sweep(500).await.unwrap());
-        }
-        parts
-    });
-    let layer = layer(PostgresStore::from_pool(watch.clone()));
-    let claims = (0..40).map(|n| {
-        let layer = layer.clone();
-        async move { pay(&layer, &format!("k{n}")).await }
-    });
-    let told = join_all(claims).await;
-    assert!(told.iter().all(|told| *told == (201, false)), "{told:?}");
-    let parts = sweeping.await.unwrap();
-    assert!(parts.iter().all(|&part| part == 500), "each takes what it was told: {parts:?}");
-    // A connection tells what it has read when it ends, at the latest.
-    swept_by.close().await;
-    let deleted = "SELECT COALESCE(SUM(n_tup_del), 0)::bigint FROM pg_stat_user_tables
-                    WHERE relname = 'idempotency_records'";
-    until("the server's count", async || count(&watch, deleted).await == 10_000).await;
-    let read = count(&watch, READ_IN_SEQUENCE).await;
-    println!("B96: 20 sweeps of 500 among {EXPIRED} expired rows read {read} in sequence");
-    assert_eq!(read, 0, "a sweep reads the whole table");
-    assert_eq!(count(&watch, RECORDS).await, i64::from(EXPIRED) - 20 * 500 + 40);
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_sweep_that_finds_nothing_reads_nothing_however_many_rows_live() {
-    let (_server, url, watch) = database().await;
-    fill(&watch, 20_000, "9000000000000000 + n").await;
-    let swept_by = pool(&url).await;
-    let sweeper = PostgresStore::from_pool(swept_by.clone());
-    for _ in 0..5 {
-        assert_eq!(sweeper.sweep(500).await.unwrap(), 0);
-    }
-    swept_by.close().await;
-    let looks = "SELECT idx_scan FROM pg_stat_user_indexes
-                  WHERE indexrelname = 'idempotency_records_expires_at'";
-    until("the server's count", async || count(&watch, looks).await >= 5).await;
-    let by_index = "SELECT idx_tup_read FROM pg_stat_user_indexes
-                     WHERE indexrelname = 'idempotency_records_expires_at'";
-    let read = count(&watch, by_index).await + count(&watch, READ_IN_SEQUENCE).await;
-    println!("B96: 5 sweeps among 20000 live rows read {read} of them");
-    assert!(read < 10, "a sweep reads what lives: {read}");
-    assert_eq!(count(&watch, RECORDS).await, 20_000);
 }

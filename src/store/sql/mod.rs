@@ -15,6 +15,7 @@
 //! cargo refuses a second one: `rusqlite` up to 0.39 fits, newer ones do not.
 
 mod desk;
+mod fate;
 mod lease;
 mod notice;
 #[cfg(feature = "postgres")]

@@ -120,7 +120,7 @@ mod tests {
 
     #[tokio::test]
     async fn a_call_site_that_was_met_without_a_listener_is_heard_later() {
-        drop(watched(async {}).await);
+        let ((), _) = watched(async {}).await;
         let warn = || tracing::warn!(target: "sqlx::postgres::notice", "canceling wait");
         warn();
         assert!(watched(async { warn() }).await.1);

@@ -163,7 +163,10 @@ impl<DB: Backend> Drop for Session<DB> {
                     session.connection = Some(connection);
                     session.rollback().await;
                     if let Some(mut connection) = session.connection.take() {
-                        let back = async { Ok(connection.return_to_pool().await) };
+                        let back = async {
+                            connection.return_to_pool().await;
+                            Ok(())
+                        };
                         drop(bounded::<DB, ()>(ROLLBACK_WITHIN, back).await);
                     }
                 });

@@ -7,35 +7,34 @@ use std::time::Duration;
 
 use sqlx::{Pool, SqlStr};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
-use tokio::time::{Instant, sleep, timeout};
+use tokio::time::timeout;
 
 use super::desk::{Desk, Seat};
 use super::lease::LeaseCore;
-use super::session::{ANSWER_WITHIN, ASK_PAUSE_MAX, COMMIT_SILENT, Session, bounded};
+use super::session::{ANSWER_WITHIN, Session, bounded};
 use super::tx::{Open, Unit};
-use super::{Backend, Lock, Row, Weight, maybe_done, not_done, step, task_gone, weigh};
+use super::{Backend, Lock, Weight, maybe_done, not_done, step, task_gone, weigh};
 use crate::error::{StoreError, StoreErrorKind};
 use crate::record::{
-    self, Change, Claim, ClaimOutcome, CompleteOutcome, Completion, Effects, OnExpired, Owner,
-    Release, ReleaseOutcome, RenewOutcome, Renewal, Resolution, ResolveOutcome, Step, Writes,
+    self, Change, Claim, ClaimOutcome, CompleteOutcome, Completion, Owner, Release, ReleaseOutcome,
+    RenewOutcome, Renewal, Resolution, ResolveOutcome, Step, Writes,
 };
 use crate::scope::StorageKey;
 use crate::store::Lease;
-use crate::token::HolderId;
 
 /// The part of a transactional store that knows no particular database.
 pub(super) struct Core<DB: Backend>(Arc<Shared<DB>>);
 
-struct Shared<DB: Backend> {
+pub(super) struct Shared<DB: Backend> {
     pool: Pool<DB>,
-    texts: Texts,
+    pub(super) texts: Texts,
     desk: Arc<Desk>,
     /// The right to have a transaction open.
     turns: Arc<Semaphore>,
     /// How many turns there are.
     turns_max: usize,
     /// How many of them wait to be told what became of a COMMIT, and nobody knows when.
-    adrift: AtomicUsize,
+    pub(super) adrift: AtomicUsize,
     lease: LeaseCore<DB>,
 }
 
@@ -61,9 +60,6 @@ const UNDO: &str = "ROLLBACK TO SAVEPOINT idempotency_claim";
 /// whoever waits longer finds nobody.
 const TURN_WITHIN: Duration = Duration::from_secs(10);
 
-/// The first pause between two questions, when the line is closed.
-const FIRST_PAUSE: Duration = Duration::from_millis(100);
-
 /// A run with an open transaction: what the lease carries.
 struct Running<DB: Backend> {
     unit: Arc<Unit<DB>>,
@@ -73,7 +69,7 @@ struct Running<DB: Backend> {
 
 /// How a run ended.
 #[derive(Clone, Debug)]
-enum Ended {
+pub(super) enum Ended {
     Told(CompleteOutcome),
     /// Everything is undone, and the whole unit may run again.
     Again,
@@ -107,6 +103,10 @@ impl<DB: Backend> Core<DB> {
 
     pub(super) fn pool(&self) -> &Pool<DB> {
         &self.0.pool
+    }
+
+    pub(super) fn shared(&self) -> &Shared<DB> {
+        &self.0
     }
 
     pub(super) fn lease(&self) -> &LeaseCore<DB> {
@@ -392,68 +392,6 @@ impl<DB: Backend> Core<DB> {
         self.commit(open, key, owner, completion).await
     }
 
-    /// Sends the COMMIT. While it is not answered, it is asked on other connections what became of it,
-    /// for as long as that takes: an answer that nobody heard is no answer, and a line that is silent may
-    /// stay so for ever.
-    async fn commit(
-        &self,
-        open: Open<DB>,
-        key: StorageKey,
-        owner: &Owner,
-        completion: &Completion,
-    ) -> Ended {
-        // The seat and the turn are held until it is known. A backend that goes on with a COMMIT of which
-        // the line is closed is one more at the server, and so there are never more than turns.
-        let Some((mut session, _held)) = open.into_parts() else { return Ended::Again };
-        let mut pause = COMMIT_SILENT;
-        let answered = {
-            let mut committing = std::pin::pin!(session.commit());
-            let began = Instant::now();
-            loop {
-                let Some(patience) = self.0.texts.patience else { break Ok(committing.await) };
-                if let Ok(done) = timeout(pause, committing.as_mut()).await {
-                    break Ok(done);
-                }
-                let found = self.find_out(key, owner, completion).await;
-                if found.is_some() || began.elapsed() > patience {
-                    break Err(found);
-                }
-                pause = (pause * 2).min(ASK_PAUSE_MAX);
-            }
-        };
-        match answered {
-            Ok(Ok(())) => return Ended::Told(CompleteOutcome::Stored),
-            Ok(Err(error)) => match weigh::<DB>(&error) {
-                Weight::Lost => {
-                    tracing::warn!(key = %key.log_id(), %error, "COMMIT was not answered")
-                }
-                // A deferred constraint: who runs again may find that the other one was there first.
-                Weight::Constraint => return Ended::Again,
-                Weight::Conflict
-                | Weight::Locked
-                | Weight::Unreached
-                | Weight::Full
-                | Weight::Refused => return self.undone_by(key, &error),
-            },
-            Err(found) => {
-                tracing::warn!(key = %key.log_id(), "COMMIT was not answered");
-                session.close();
-                if let Some(ended) = found {
-                    return ended;
-                }
-            }
-        }
-        let _adrift = Adrift::of(&self.0.adrift);
-        let mut pause = FIRST_PAUSE;
-        loop {
-            if let Some(ended) = self.find_out(key, owner, completion).await {
-                return ended;
-            }
-            sleep(pause).await;
-            pause = (pause * 2).min(ASK_PAUSE_MAX);
-        }
-    }
-
     /// Stores the response in the open transaction, with the handler's writes or without.
     async fn store(
         &self,
@@ -483,7 +421,7 @@ impl<DB: Backend> Core<DB> {
     }
 
     /// What an error before COMMIT, or in answer to it, comes to: nothing was done.
-    fn undone_by(&self, key: StorageKey, error: &sqlx::Error) -> Ended {
+    pub(super) fn undone_by(&self, key: StorageKey, error: &sqlx::Error) -> Ended {
         match weigh::<DB>(error) {
             Weight::Conflict | Weight::Lost | Weight::Locked => Ended::Again,
             Weight::Full => {
@@ -495,98 +433,6 @@ impl<DB: Backend> Core<DB> {
                 Ended::Told(CompleteOutcome::RolledBack)
             }
         }
-    }
-
-    /// COMMIT was sent and not answered: claims again, on another connection. The row is the witness:
-    /// it is there, or the claim gets the key, or it waits for a COMMIT that is still going on. None if
-    /// that cannot be said yet.
-    async fn find_out(
-        &self,
-        key: StorageKey,
-        owner: &Owner,
-        completion: &Completion,
-    ) -> Option<Ended> {
-        match self.ask(key, owner, completion).await {
-            Ok(ended) => Some(ended),
-            Err(error) => {
-                tracing::debug!(key = %key.log_id(), %error, "it is not known yet whether a COMMIT was done");
-                None
-            }
-        }
-    }
-
-    async fn ask(
-        &self,
-        key: StorageKey,
-        owner: &Owner,
-        completion: &Completion,
-    ) -> sqlx::Result<Ended> {
-        let probe = Claim {
-            holder: HolderId::random(),
-            fingerprints: owner.fingerprints,
-            terms: completion.terms,
-            on_expired: OnExpired::Refuse,
-            effects: Effects::Anywhere,
-        };
-        let mut session = Session::begin(&self.0.pool, self.0.texts.begin.clone()).await?;
-        let verb = |current, now| record::claim(current, now, &probe);
-        let found = step::<DB, _>(session.connection()?, key, &verb);
-        let found = bounded::<DB, _>(ANSWER_WITHIN, found).await;
-        let found = match session.seen(found)? {
-            ClaimOutcome::Completed(found) => found,
-            outcome => {
-                session.rollback().await;
-                return Ok(match outcome {
-                    ClaimOutcome::Acquired(_) => Ended::Again,
-                    ClaimOutcome::Mismatch => Ended::Told(CompleteOutcome::Mismatch),
-                    ClaimOutcome::Unreadable => Ended::Told(CompleteOutcome::Unreadable),
-                    ClaimOutcome::InFlight { .. }
-                    | ClaimOutcome::Indeterminate(_)
-                    | ClaimOutcome::Completed(_) => Ended::Told(CompleteOutcome::Lost),
-                });
-            }
-        };
-        confirm(&mut session, key).await?;
-        Ok(Ended::Told(match found == completion.response {
-            true => CompleteOutcome::Stored,
-            false => CompleteOutcome::Superseded(found),
-        }))
-    }
-}
-
-/// Makes sure that what was read is where a COMMIT has to bring it. A record may be visible whose COMMIT
-/// was kept from waiting for its standby; a later COMMIT that has waited has waited for that one too.
-async fn confirm<DB: Backend>(session: &mut Session<DB>, key: StorageKey) -> sqlx::Result<()> {
-    if !DB::REMOTE {
-        session.rollback().await;
-        return Ok(());
-    }
-    let written = async {
-        let connection = session.connection()?;
-        let row = DB::look(connection, key, Lock::None).await?.row;
-        let (record, _) = row.ok_or(sqlx::Error::RowNotFound)?;
-        let state = record.get(1).copied().map_or(0, i16::from);
-        let row = Row { key, state, record: record.into(), expires: None };
-        DB::update(connection, row).await?;
-        session.commit().await
-    };
-    let written = bounded::<DB, _>(ANSWER_WITHIN, written).await;
-    session.seen(written)
-}
-
-/// A COMMIT of which nobody knows.
-struct Adrift<'a>(&'a AtomicUsize);
-
-impl<'a> Adrift<'a> {
-    fn of(count: &'a AtomicUsize) -> Self {
-        count.fetch_add(1, Ordering::AcqRel);
-        Self(count)
-    }
-}
-
-impl Drop for Adrift<'_> {
-    fn drop(&mut self) {
-        self.0.fetch_sub(1, Ordering::AcqRel);
     }
 }
 
