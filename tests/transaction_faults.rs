@@ -317,7 +317,9 @@ async fn a_handler_that_leaves_its_transaction_alone_for_too_long_loses_the_key(
     let told = other("k").await;
     assert_eq!((told.0, told.1), (201, false), "{told:?}");
     let late = first.await.unwrap();
-    assert_eq!(late.0, 500, "its own answer speaks of writes that are gone: {late:?}");
+    // Its own answer speaks of writes that are gone. Where the driver meets only the end of the connection
+    // and not its reason, the unit runs again, and finds the other's answer.
+    assert!(late.0 == 500 || (late.0, late.1) == (201, true), "{late:?}");
     assert!(paused("k").await.1);
     assert_eq!(effects(&pool).await, 1);
 }

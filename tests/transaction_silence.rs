@@ -160,16 +160,21 @@ async fn a_commit_that_is_swallowed_runs_again_when_the_server_has_given_the_tra
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_server_whose_turns_all_wait_for_a_lost_commit_is_not_ready_and_is_again() {
     let server = PostgresServer::start();
-    let pool = PgPoolOptions::new().max_connections(2).connect(&server.url()).await.unwrap();
-    let store = PostgresStore::builder(pool.clone()).statement_timeout(Duration::from_millis(300));
-    let store = store.build();
-    store.migrate().await.unwrap();
-    sqlx::raw_sql(EFFECTS).execute(&pool).await.unwrap();
+    PostgresStore::connect(&server.url()).await.unwrap().migrate().await.unwrap();
+    server.psql(EFFECTS);
     let standby = |name: &str| {
         server.psql(&format!("ALTER SYSTEM SET synchronous_standby_names = '{name}'"));
         server.psql("SELECT pg_reload_conf()");
+        let end = Instant::now() + BOUNDED;
+        while server.psql("SHOW synchronous_standby_names") != name {
+            assert!(Instant::now() < end, "the setting is not read");
+        }
     };
     standby("nobody");
+    // Connections that know it from the start.
+    let pool = PgPoolOptions::new().max_connections(2).connect(&server.url()).await.unwrap();
+    let store = PostgresStore::builder(pool.clone()).statement_timeout(Duration::from_millis(300));
+    let store = store.build();
     let send = serve(store.clone(), pay);
     assert_eq!(send("k").await, (503, false));
     let end = Instant::now() + BOUNDED;
