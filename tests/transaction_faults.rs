@@ -9,7 +9,7 @@ mod support;
 use std::convert::Infallible;
 use std::future::Future;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU8, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
@@ -19,9 +19,8 @@ use http::{Request, Response};
 use http_body_util::{BodyExt as _, Full};
 use sqlx::postgres::{PgPool, PgPoolOptions};
 use sqlx::{AssertSqlSafe, Postgres, Sqlite};
+use support::breaking::{Breaking, Fault};
 use support::postgres::PostgresServer;
-use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
-use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::Barrier;
 use tower::{Layer as _, ServiceExt as _, service_fn};
 use tower_idempotency::store::sql::{Backend, Isolation, Tx, sqlx};
@@ -113,7 +112,7 @@ async fn until_done(send: &Send, key: &str) -> (u16, bool, String) {
         if answer.0 < 400 {
             return answer;
         }
-        assert!(matches!(answer.0, 409 | 500 | 503), "{answer:?}");
+        assert!(matches!(answer.0, 409 | 503), "{answer:?}");
         assert!(Instant::now() < end, "{answer:?}");
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
@@ -124,7 +123,12 @@ async fn until_done(send: &Send, key: &str) -> (u16, bool, String) {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn transfers_in_opposite_order_end_well_whatever_the_isolation() {
     for isolation in [Isolation::ReadCommitted, Isolation::Serializable] {
-        let (_server, _, pool) = database().await;
+        let (_server, url, watch) = database().await;
+        // So that a deadlock costs no time.
+        let soon = "DO $$ BEGIN EXECUTE format('ALTER DATABASE %I SET deadlock_timeout = 5',
+                    current_database()); END $$";
+        sqlx::raw_sql(soon).execute(&watch).await.unwrap();
+        let pool = pool(&url, 10).await;
         let store = PostgresStore::builder(pool.clone()).isolation(isolation).build();
         let runs = Arc::new(AtomicUsize::new(0));
         let counted = Arc::clone(&runs);
@@ -144,15 +148,45 @@ async fn transfers_in_opposite_order_end_well_whatever_the_isolation() {
                 pay(tx, key).await
             }
         });
-        for round in 0..20 {
+        for round in 0..100 {
             let keys = [format!("a{round}"), format!("b{round}")];
             let told = join_all(keys.iter().chain([&keys[0]]).map(|key| until_done(&send, key)));
             assert!(told.await.iter().all(|told| told.0 == 201));
         }
-        assert_eq!(effects(&pool).await, 40);
+        assert_eq!(effects(&pool).await, 200);
         assert_eq!(count(&pool, "SELECT MIN(balance) FROM accounts").await, 1000);
         let runs = runs.load(Ordering::SeqCst);
-        assert!(runs > 40, "no conflict was met: {runs} runs");
+        assert!(runs > 200, "no conflict was met: {runs} runs");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_unit_that_conflicts_every_time_runs_four_times_then_is_503_and_its_key_free() {
+    for code in ["40001", "40P01"] {
+        let (_server, _, pool) = database().await;
+        let conflicts =
+            format!("DO $$ BEGIN RAISE EXCEPTION 'no' USING ERRCODE = '{code}'; END $$");
+        let runs = Arc::new(AtomicUsize::new(0));
+        let counted = Arc::clone(&runs);
+        let send = serve(config(), PostgresStore::from_pool(pool.clone()), move |mut tx, key| {
+            let run_number = counted.fetch_add(1, Ordering::SeqCst);
+            let conflicts = conflicts.clone();
+            async move {
+                run(&mut tx, PAY).await.unwrap();
+                if run_number < 4 && run(&mut tx, &conflicts).await.is_err() {
+                    return answer(500);
+                }
+                pay(tx, key).await
+            }
+        });
+        let told = send("k").await;
+        assert_eq!((told.0, told.1), (503, false), "{told:?}");
+        assert!(told.2.contains("idempotency_store_unavailable"), "{told:?}");
+        assert_eq!(runs.load(Ordering::SeqCst), 4);
+        let records = "SELECT COUNT(*) FROM idempotency_records";
+        assert_eq!((effects(&pool).await, count(&pool, records).await), (0, 0));
+        assert_eq!(send("k").await.0, 201, "the key is free");
+        assert_eq!(effects(&pool).await, 2);
     }
 }
 
@@ -176,66 +210,11 @@ async fn a_deferred_constraint_that_fails_at_commit_leaves_nothing_and_a_free_ke
 
 // ---- D2, D3, D5: connections that break
 
-/// A way to the server that breaks once, at the COMMIT.
-struct Breaking {
-    port: u16,
-    armed: Arc<AtomicU8>,
-}
-
-const REPLY_LOST: u8 = 1;
-const REQUEST_LOST: u8 = 2;
-
-impl Breaking {
-    async fn to(target: u16) -> Self {
-        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let port = listener.local_addr().unwrap().port();
-        let armed = Arc::new(AtomicU8::new(0));
-        let shared = Arc::clone(&armed);
-        tokio::spawn(async move {
-            while let Ok((client, _)) = listener.accept().await {
-                tokio::spawn(carry(client, target, Arc::clone(&shared)));
-            }
-        });
-        Self { port, armed }
-    }
-}
-
-async fn carry(mut client: TcpStream, target: u16, armed: Arc<AtomicU8>) {
-    let Ok(mut server) = TcpStream::connect(("127.0.0.1", target)).await else { return };
-    let (mut up, mut down) = (vec![0; 1 << 16], vec![0; 1 << 16]);
-    loop {
-        tokio::select! {
-            read = client.read(&mut up) => {
-                let Ok(length @ 1..) = read else { return };
-                let is_commit = up[..length].windows(7).any(|window| window == b"COMMIT\0");
-                let fault = if is_commit { armed.swap(0, Ordering::SeqCst) } else { 0 };
-                if fault == REQUEST_LOST {
-                    return;
-                }
-                if server.write_all(&up[..length]).await.is_err() {
-                    return;
-                }
-                if fault == REPLY_LOST {
-                    // The server has done it and says so, and nobody hears it.
-                    let _ = server.read(&mut down).await;
-                    return;
-                }
-            }
-            read = server.read(&mut down) => {
-                let Ok(length @ 1..) = read else { return };
-                if client.write_all(&down[..length]).await.is_err() {
-                    return;
-                }
-            }
-        }
-    }
-}
-
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_commit_whose_reply_is_lost_is_found_and_answered_with_what_is_stored() {
     let (server, url, watch) = database().await;
     let breaking = Breaking::to(server.port()).await;
-    let url = url.replace(&server.port().to_string(), &breaking.port.to_string());
+    let url = breaking.url(&url, server.port());
     let store = PostgresStore::from_pool(pool(&url, 5).await);
     let runs = Arc::new(AtomicUsize::new(0));
     let counted = Arc::clone(&runs);
@@ -244,9 +223,9 @@ async fn a_commit_whose_reply_is_lost_is_found_and_answered_with_what_is_stored(
         pay(tx, key)
     });
     for n in 0..5 {
-        breaking.armed.store(REPLY_LOST, Ordering::SeqCst);
+        breaking.arm(Fault::ReplyLost);
         let told = send(&format!("k{n}")).await;
-        assert_eq!(breaking.armed.load(Ordering::SeqCst), 0, "the fault was met");
+        assert_eq!(breaking.met(), n + 1, "the fault was met");
         assert_eq!((told.0, told.1), (201, false), "{told:?}");
     }
     assert_eq!((effects(&watch).await, runs.load(Ordering::SeqCst)), (5, 5));
@@ -257,13 +236,13 @@ async fn a_commit_whose_reply_is_lost_is_found_and_answered_with_what_is_stored(
 async fn a_commit_that_never_arrived_runs_the_unit_again() {
     let (server, url, watch) = database().await;
     let breaking = Breaking::to(server.port()).await;
-    let url = url.replace(&server.port().to_string(), &breaking.port.to_string());
+    let url = breaking.url(&url, server.port());
     let store = PostgresStore::from_pool(pool(&url, 5).await);
     let send = serve(config(), store, pay);
     for n in 0..5 {
-        breaking.armed.store(REQUEST_LOST, Ordering::SeqCst);
+        breaking.arm(Fault::RequestLost);
         let told = send(&format!("k{n}")).await;
-        assert_eq!(breaking.armed.load(Ordering::SeqCst), 0, "the fault was met");
+        assert_eq!(breaking.met(), n + 1, "the fault was met");
         assert_eq!((told.0, told.1), (201, false), "{told:?}");
     }
     assert_eq!(effects(&watch).await, 5);
@@ -338,7 +317,9 @@ async fn a_handler_that_leaves_its_transaction_alone_for_too_long_loses_the_key(
     let told = other("k").await;
     assert_eq!((told.0, told.1), (201, false), "{told:?}");
     let late = first.await.unwrap();
-    assert_eq!(late.0, 500, "its own answer speaks of writes that are gone: {late:?}");
+    // Its own answer speaks of writes that are gone. Where the driver meets only the end of the connection
+    // and not its reason, the unit runs again, and finds the other's answer.
+    assert!(late.0 == 500 || (late.0, late.1) == (201, true), "{late:?}");
     assert!(paused("k").await.1);
     assert_eq!(effects(&pool).await, 1);
 }
@@ -460,6 +441,39 @@ async fn a_barrier_of_claims_under_a_running_sweep_has_one_owner_in_every_isolat
     }
 }
 
+/// Everything that is logged on this thread.
+#[derive(Clone, Default)]
+struct Log(Arc<std::sync::Mutex<Vec<u8>>>);
+
+impl std::io::Write for Log {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        self.0.lock().unwrap().write(bytes)
+    }
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
+    }
+}
+
+#[tokio::test]
+async fn a_record_that_vanishes_under_its_owner_is_a_loud_error_and_no_success() {
+    let (_server, _, pool) = database().await;
+    let log = Log::default();
+    let writer = log.clone();
+    let listener = tracing_subscriber::fmt().with_writer(move || writer.clone()).finish();
+    let _listening = tracing::subscriber::set_default(listener);
+    let send = serve(config(), PostgresStore::from_pool(pool.clone()), |mut tx, key| async move {
+        run(&mut tx, "DELETE FROM idempotency_records").await.unwrap();
+        pay(tx, key).await
+    });
+    let told = send("k").await;
+    assert_eq!((told.0, told.1), (500, false), "{told:?}");
+    assert!(told.2.contains("idempotency_rolled_back"), "{told:?}");
+    assert_eq!(effects(&pool).await, 0);
+    let log = String::from_utf8(log.0.lock().unwrap().clone()).unwrap();
+    let loud = |line: &str| line.contains("ERROR") && line.contains("the claim has vanished");
+    assert!(log.lines().any(loud), "{log}");
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn sweeps_of_several_servers_are_disjoint_and_leave_what_is_used() {
     let (_server, _, pool) = database().await;
@@ -495,21 +509,25 @@ async fn sweeps_of_several_servers_are_disjoint_and_leave_what_is_used() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn clients_that_leave_at_any_moment_leave_no_open_transaction() {
-    let (_server, _, pool) = database().await;
+    let (server, url, watch) = database().await;
+    let way = Breaking::to(server.port()).await;
+    let pool = pool(&way.url(&url, server.port()), 1).await;
     let send = serve(config(), PostgresStore::from_pool(pool.clone()), pay);
-    for n in 0..200 {
+    // A database that is far away: each step of a request can be met.
+    way.delay(Duration::from_millis(10));
+    for n in 0..60 {
         let left = tokio::spawn(send(&format!("k{n}")));
-        tokio::time::sleep(Duration::from_micros(n * 20)).await;
+        tokio::time::sleep(Duration::from_millis(n * 2)).await;
         left.abort();
     }
-    tokio::time::sleep(Duration::from_millis(500)).await;
-    let open = "SELECT COUNT(*) FROM pg_stat_activity
-                 WHERE state LIKE 'idle in transaction%' AND datname = current_database()";
-    assert_eq!(count(&pool, open).await, 0);
-    for n in 0..200 {
+    way.delay(Duration::ZERO);
+    for n in 0..60 {
         assert_eq!(until_done(&send, &format!("k{n}")).await.0, 201);
     }
-    assert_eq!(effects(&pool).await, 200);
+    assert_eq!(effects(&watch).await, 60);
+    let open = "SELECT COUNT(*) FROM pg_stat_activity
+                 WHERE state LIKE 'idle in transaction%' AND datname = current_database()";
+    assert_eq!(count(&watch, open).await, 0);
 }
 
 // ---- D11, B95: one writer

@@ -60,20 +60,109 @@ fn config() -> ConfigBuilder {
     Config::builder().scope(Scope::global())
 }
 
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_commit_that_waits_for_its_standby_is_no_success_until_the_standby_has_it() {
+/// A primary whose COMMITs wait for its standby, and the pool on it.
+async fn synchronous() -> (PostgresServer, PostgresServer, PgPool) {
     let primary = PostgresServer::start();
     let pool = prepare(&primary).await;
     let relay = Relay::to(primary.port()).await;
     let standby = primary.standby_through(relay.port());
     primary.psql("ALTER SYSTEM SET synchronous_standby_names = '*'");
     primary.psql("SELECT pg_reload_conf()");
+    let sync = "SELECT COUNT(*) FROM pg_stat_replication WHERE sync_state = 'sync'";
+    until("a synchronous standby", async || primary.psql(sync) == "1").await;
+    (primary, standby, pool)
+}
+
+async fn until(what: &str, mut reached: impl AsyncFnMut() -> bool) {
     let end = Instant::now() + Duration::from_secs(20);
-    while primary.psql("SELECT COUNT(*) FROM pg_stat_replication WHERE sync_state = 'sync'") != "1"
-    {
-        assert!(Instant::now() < end, "the standby does not connect");
-        tokio::time::sleep(Duration::from_millis(50)).await;
+    while !reached().await {
+        assert!(Instant::now() < end, "{what}: not within 20 seconds");
+        tokio::time::sleep(Duration::from_millis(20)).await;
     }
+}
+
+/// Backends whose COMMIT waits for the standby.
+fn waiting(primary: &PostgresServer) -> String {
+    primary.psql("SELECT pid FROM pg_stat_activity WHERE wait_event = 'SyncRep'")
+}
+
+// ---- D9: somebody ends the wait, and the server says that it is done
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_commit_whose_wait_for_the_standby_is_cancelled_is_no_success() {
+    for end in ["pg_cancel_backend", "pg_terminate_backend"] {
+        let (primary, standby, pool) = synchronous().await;
+        let store = PostgresStore::from_pool(self::pool(&primary).await);
+        let layer = IdempotencyLayer::new(config().wait(Duration::ZERO).build().unwrap(), store);
+        standby.freeze();
+        let paying = {
+            let layer = layer.clone();
+            tokio::spawn(async move { pay(&layer).await })
+        };
+        until("the wait for the standby", async || !waiting(&primary).is_empty()).await;
+        let backend = waiting(&primary);
+        assert_eq!(primary.psql(&format!("SELECT {end}({backend})")), "t");
+        // What it wrote is there, and would not outlive a failover.
+        until("the local commit", async || both(&pool).await == (1, 1)).await;
+        assert_eq!(paying.await.unwrap(), (503, false), "{end}: the standby has nothing");
+        standby.thaw();
+        let mut told = pay(&layer).await;
+        until("the answer", async || {
+            told = pay(&layer).await;
+            told.0 != 409
+        })
+        .await;
+        assert_eq!(told, (201, true), "{end}");
+        assert_eq!(both(&self::pool(&standby).await).await, (1, 1), "now the standby has it");
+    }
+}
+
+// ---- D4: whoever sent the COMMIT is gone
+
+const DATABASE: &str = "TEST_PAYS_WITH_A_STANDBY";
+
+/// No test by itself.
+#[tokio::test]
+async fn another_process_pays_when_it_is_told_to() {
+    let Ok(url) = std::env::var(DATABASE) else { return };
+    let pool = PgPoolOptions::new().max_connections(2).connect(&url).await.unwrap();
+    let store = PostgresStore::from_pool(pool);
+    pay(&IdempotencyLayer::new(config().build().unwrap(), store)).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_commit_goes_on_when_its_process_is_killed_and_nobody_runs_meanwhile() {
+    let (primary, standby, pool) = synchronous().await;
+    standby.freeze();
+    let mut owner = std::process::Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "another_process_pays_when_it_is_told_to"])
+        .env(DATABASE, primary.url())
+        .stdout(std::process::Stdio::null())
+        .spawn()
+        .unwrap();
+    until("the wait for the standby", async || !waiting(&primary).is_empty()).await;
+    owner.kill().unwrap();
+    owner.wait().unwrap();
+    let other = PostgresStore::from_pool(self::pool(&primary).await);
+    let other = IdempotencyLayer::new(config().wait(Duration::ZERO).build().unwrap(), other);
+    for _ in 0..10 {
+        assert_eq!(pay(&other).await, (409, false));
+    }
+    assert!(!waiting(&primary).is_empty(), "the backend is an orphan, and goes on");
+    standby.thaw();
+    let mut told = (409, false);
+    until("the orphan's answer", async || {
+        told = pay(&other).await;
+        told.0 != 409
+    })
+    .await;
+    assert_eq!(told, (201, true), "it is the orphan's");
+    assert_eq!(both(&pool).await, (1, 1));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_commit_that_waits_for_its_standby_is_no_success_until_the_standby_has_it() {
+    let (primary, standby, pool) = synchronous().await;
     // The limit of a statement must not end the wait of the COMMIT: that would be told as a success.
     let store =
         PostgresStore::builder(pool.clone()).statement_timeout(Duration::from_millis(300)).build();

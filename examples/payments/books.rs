@@ -11,7 +11,7 @@ use crate::answer::ApiError;
 use crate::app::App;
 use crate::ledger::{
     Cause, Database, Deduplicate, LedgerError, NewPayment, Payment, PaymentRow, Refund, RefundRow,
-    Result, new_id, now_ms, payment, payment_columns, refund, refund_columns,
+    Result, answered, begin, new_id, now_ms, payment, payment_columns, refund, refund_columns,
 };
 
 /// What a handler writes in.
@@ -49,7 +49,7 @@ impl FromRequestParts<App> for Books {
             Database::Postgres(pool) => match Tx::take(&parts.extensions) {
                 Ok(tx) => Way::PostgresTx(tx),
                 Err(NoTx::Missing) => {
-                    Way::Postgres(Some(pool.begin().await.map_err(LedgerError::from)?))
+                    Way::Postgres(Some(begin(pool).await.map_err(LedgerError::from)?))
                 }
                 Err(error) => return Err(ApiError::from(LedgerError::other(error))),
             },
@@ -76,7 +76,7 @@ macro_rules! write {
             }
             Way::Postgres(Some(transaction)) => {
                 let $on = &mut **transaction;
-                $query.await?
+                answered($query).await?
             }
             Way::Postgres(None) => return Err(sqlx::Error::PoolClosed.into()),
         }
@@ -225,7 +225,7 @@ impl Books {
                 sqlx::query(text).bind(id).fetch_optional(&mut *tx).await?;
             }
             Way::Postgres(Some(transaction)) => {
-                sqlx::query(text).bind(id).fetch_optional(&mut **transaction).await?;
+                answered(sqlx::query(text).bind(id).fetch_optional(&mut **transaction)).await?;
             }
         }
         Ok(())
@@ -257,7 +257,7 @@ impl Books {
         if let Way::Postgres(transaction) = &mut self.way
             && let Some(transaction) = transaction.take()
         {
-            transaction.commit().await?;
+            answered(transaction.commit()).await?;
         }
         Ok(())
     }

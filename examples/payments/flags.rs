@@ -139,7 +139,9 @@ impl Flags {
             }
             _ => {}
         }
-        let (lease, note) = self.lease();
+        let (lease, short) = self.lease();
+        let notes: Vec<_> = short.into_iter().chain(self.pointless_recovery()).collect();
+        let note = (!notes.is_empty()).then(|| notes.join("\n"));
         let body_limit = self.body_limit as usize;
         let flavour = match self.stripe_errors {
             true => ErrorFlavour::Stripe,
@@ -192,6 +194,16 @@ impl Flags {
             flavour,
             body_limit,
             note,
+        })
+    }
+
+    /// A store that holds everything in one transaction leaves nothing to recover.
+    fn pointless_recovery(&self) -> Option<String> {
+        let transactional = matches!(self.store(), StoreUrl::Sqlite(_) | StoreUrl::Postgres(_));
+        (transactional && self.recovery != RecoveryMode::AtMostOnce).then(|| {
+            "note: --recovery has nothing to do here: with an SQL store a payment and its record commit \
+             together, and of a process that died nothing is left"
+                .to_owned()
         })
     }
 
@@ -276,6 +288,16 @@ mod tests {
             refused.contains("retention (1s) must not be shorter than lease (2s)"),
             "{refused}"
         );
+    }
+
+    #[test]
+    fn a_recovery_that_has_nothing_to_do_is_noted() {
+        let note = |args: &[&str]| rules(args).unwrap().note.unwrap_or_default();
+        for store in ["sqlite:payments.db", "postgres://h/d"] {
+            let told = note(&["--recovery", "reconcile", "--store", store]);
+            assert!(told.contains("--recovery has nothing to do"), "{store}: {told}");
+        }
+        assert_eq!(note(&["--recovery", "reconcile", "--store", "memory:"]), "");
     }
 
     #[test]

@@ -15,6 +15,7 @@ use sqlx::postgres::PgPool;
 use sqlx::sqlite::{
     SqliteConnectOptions, SqliteJournalMode, SqlitePool, SqlitePoolOptions, SqliteSynchronous,
 };
+use sqlx::{Postgres, Transaction};
 use tower_idempotency::store::sql::sqlx;
 
 /// The ledger of the processor. Clones share it.
@@ -219,12 +220,34 @@ const BUSY: Duration = Duration::from_secs(5);
 
 /// Runs one expression on whichever database it is.
 macro_rules! read {
-    ($ledger:expr, |$pool:ident| $query:expr) => {
+    ($ledger:expr, |$on:ident| $query:expr) => {
         match &$ledger.database {
-            Database::Sqlite($pool) => $query.await?,
-            Database::Postgres($pool) => $query.await?,
+            Database::Sqlite($on) => $query.await?,
+            Database::Postgres(pool) => {
+                let mut transaction = begin(pool).await?;
+                let $on = &mut *transaction;
+                let found = answered($query).await?;
+                answered(transaction.commit()).await?;
+                found
+            }
         }
     };
+}
+
+/// What is not the layer's transaction sets limits of its own: a table that somebody has locked must not
+/// hold a request, and its connection, for as long as that takes.
+const BEGIN: &str = "BEGIN; SET LOCAL lock_timeout = 4000; SET LOCAL statement_timeout = 4000";
+/// A little longer: a server that is frozen or cut off does not keep its limits.
+const ANSWER_WITHIN: Duration = Duration::from_secs(5);
+
+pub(crate) async fn begin(pool: &PgPool) -> sqlx::Result<Transaction<'static, Postgres>> {
+    answered(pool.begin_with(BEGIN)).await
+}
+
+/// Waits for PostgreSQL, and not for ever.
+pub(crate) async fn answered<T>(work: impl Future<Output = sqlx::Result<T>>) -> sqlx::Result<T> {
+    let late = |_| Err(std::io::Error::from(std::io::ErrorKind::TimedOut).into());
+    tokio::time::timeout(ANSWER_WITHIN, work).await.unwrap_or_else(late)
 }
 
 impl Ledger {
@@ -406,16 +429,21 @@ pub(crate) fn now_ms() -> i64 {
 }
 
 impl LedgerError {
-    /// True if certainly nothing was written: the statement never got its turn.
+    /// True if certainly nothing was written, and the same may succeed later.
     pub(crate) fn untouched(&self) -> bool {
-        if let sqlx::Error::Database(error) = &self.0 {
-            // The low byte is the primary code: SQLITE_BUSY and SQLITE_LOCKED.
-            // PostgreSQL's codes have five characters; there everything is undone in any case.
-            let code = error.code().filter(|code| code.len() < 5);
-            let code = code.and_then(|code| code.parse::<u32>().ok());
-            return code.is_some_and(|code| matches!(code & 0xff, 5 | 6));
+        let sqlx::Error::Database(error) = &self.0 else {
+            return matches!(&self.0, sqlx::Error::PoolTimedOut | sqlx::Error::PoolClosed);
+        };
+        match error.code().as_deref() {
+            // PostgreSQL: a limit of a statement or a lock, a full disk, a server that only reads, that
+            // stops or has no connection left. The statement did nothing, and its transaction is undone.
+            Some("57014" | "55P03" | "53100" | "25006" | "53300" | "57P03") => true,
+            // SQLite: the low byte is the primary code, SQLITE_BUSY, SQLITE_LOCKED and SQLITE_FULL.
+            Some(code) if code.len() < 5 => {
+                code.parse::<u32>().is_ok_and(|code| matches!(code & 0xff, 5 | 6 | 13))
+            }
+            Some(_) | None => false,
         }
-        matches!(&self.0, sqlx::Error::PoolTimedOut | sqlx::Error::PoolClosed)
     }
 }
 

@@ -196,12 +196,15 @@ impl fmt::Debug for StoreUrl {
     }
 }
 
-/// An error with its causes on one line.
+/// An error with its causes on one line. Some errors say their cause themselves.
 fn chain(error: &dyn Error) -> String {
     let mut line = error.to_string();
     let mut next = error.source();
     while let Some(cause) = next {
-        line = format!("{line}: {cause}");
+        let told = cause.to_string();
+        if !line.ends_with(&told) {
+            line = format!("{line}: {told}");
+        }
         next = cause.source();
     }
     line

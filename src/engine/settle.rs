@@ -73,6 +73,8 @@ impl Engine {
             tries += 1;
             match error.kind() {
                 StoreErrorKind::RolledBack => return Settled::RolledBack,
+                // The transaction is gone with everything in it: there is nothing left to be stored.
+                StoreErrorKind::Full if lease.is_repeatable() => return Settled::Refused,
                 StoreErrorKind::OutcomeUnknown
                 | StoreErrorKind::Unavailable
                 | StoreErrorKind::Full

@@ -5,6 +5,7 @@
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on panics")]
 #![allow(clippy::wildcard_enum_match_arm, reason = "every other outcome fails the test")]
 
+pub mod breaking;
 pub mod groups;
 pub mod load;
 pub mod postgres;

@@ -1,10 +1,13 @@
 //! The lease protocol with its record in a table: each verb is one short transaction.
 
 use std::fmt;
+use std::time::Duration;
 
 use sqlx::{Pool, SqlStr};
+use tokio::time::{Instant, timeout};
 
-use super::{Backend, Lock, maybe_done, not_done, step, task_gone};
+use super::session::{ANSWER_WITHIN, ASK_PAUSE_MAX, COMMIT_SILENT, Session, bounded, silent};
+use super::{Backend, Lock, Row, maybe_done, not_done, step, task_gone};
 use crate::error::StoreError;
 use crate::record::{
     self, Claim, ClaimOutcome, CompleteOutcome, Completion, Current, Millis, Release,
@@ -24,6 +27,13 @@ impl<DB: Backend> Clone for LeaseCore<DB> {
         Self { pool: self.pool.clone(), begin: self.begin.clone() }
     }
 }
+
+/// How long a COMMIT of a verb may take while the key is still in its hands. It may wait for a standby, and
+/// the server goes on with it when its client has gone: so each that is given up is one more backend there,
+/// and a bound as short as that of a statement would fill the server while a standby is away.
+const COMMIT_WITHIN: Duration = Duration::from_secs(30);
+/// How long one sweep may take: it is as large as its caller wants it.
+const SWEEP_WITHIN: Duration = Duration::from_secs(300);
 
 /// A verb with its arguments, as a task of its own needs it.
 pub(super) type Verb<T> = Box<dyn Fn(Current, Millis) -> Step<T> + Send + Sync>;
@@ -51,21 +61,62 @@ impl<DB: Backend> LeaseCore<DB> {
         let core = self.clone();
         let work = tokio::spawn(async move {
             let failed = |error| not_done::<DB>(operation, error);
-            let mut transaction = core.pool.begin_with(core.begin.clone()).await.map_err(failed)?;
-            match step::<DB, _>(&mut transaction, key, &*verb).await {
+            let begin = core.begin.clone();
+            let mut session = Session::begin(&core.pool, begin).await.map_err(failed)?;
+            let connection = session.connection().map_err(failed)?;
+            let done = step::<DB, _>(connection, key, &*verb);
+            let done = bounded::<DB, _>(ANSWER_WITHIN, done).await;
+            match session.seen(done) {
                 Ok(outcome) => {
-                    let committed = super::commit(transaction).await;
+                    let committed = core.commit(&mut session, key).await;
+                    let committed = session.seen(committed);
                     committed.map_err(|error| maybe_done::<DB>(operation, error))?;
                     Ok(outcome)
                 }
                 Err(error) => {
-                    // A connection that cannot do this is gone, and its transaction with it.
-                    drop(super::undo(transaction).await);
+                    session.rollback().await;
                     Err(failed(error))
                 }
             }
         });
         work.await.unwrap_or_else(|_| Err(task_gone::<DB>(operation)))
+    }
+
+    /// Sends the COMMIT of a verb, and does not wait for an answer that was lost: its caller sends the
+    /// verb again.
+    async fn commit(&self, session: &mut Session<DB>, key: StorageKey) -> sqlx::Result<()> {
+        let mut committing = std::pin::pin!(session.commit());
+        if !DB::REMOTE {
+            return committing.await;
+        }
+        let (began, mut pause) = (Instant::now(), COMMIT_SILENT);
+        loop {
+            if let Ok(done) = timeout(pause, committing.as_mut()).await {
+                return done;
+            }
+            if began.elapsed() > COMMIT_WITHIN || self.is_over(key).await.is_ok() {
+                return Err(silent());
+            }
+            pause = (pause * 2).min(ASK_PAUSE_MAX);
+        }
+    }
+
+    /// Fails while somebody else's transaction has this key.
+    async fn is_over(&self, key: StorageKey) -> sqlx::Result<()> {
+        let mut session = Session::begin(&self.pool, self.begin.clone()).await?;
+        let asked = async {
+            let connection = session.connection()?;
+            if DB::look(connection, key, Lock::Row).await?.row.is_none() {
+                // A row that is not committed cannot be seen, but it is in the way of another one.
+                let nothing = Row { key, state: 1, record: [0].to_vec().into(), expires: Some(1) };
+                DB::insert(connection, nothing).await?;
+            }
+            Ok(())
+        };
+        let asked = bounded::<DB, _>(ANSWER_WITHIN, asked).await;
+        let asked = session.seen(asked);
+        session.rollback().await;
+        asked
     }
 
     pub(super) async fn claim(
@@ -119,20 +170,31 @@ impl<DB: Backend> LeaseCore<DB> {
         self.run("resolve", key, verb).await
     }
 
-    /// Reads the table.
+    /// Reads the table, in a task of its own: whoever asks may have less patience than a dead line needs
+    /// to be found out.
     pub(super) async fn ready(&self) -> Result<(), StoreError> {
-        let failed = |error| not_done::<DB>("ready", error);
-        let mut connection = self.pool.acquire().await.map_err(failed)?;
-        let nobody = StorageKey::from_bytes([0; 24]);
-        DB::look(&mut connection, nobody, Lock::None).await.map(drop).map_err(failed)
+        let pool = self.pool.clone();
+        let work = tokio::spawn(async move {
+            let mut session = Session::<DB>::acquire(&pool).await?;
+            let nobody = StorageKey::from_bytes([0; 24]);
+            let look = DB::look(session.connection()?, nobody, Lock::None);
+            let found = bounded::<DB, _>(ANSWER_WITHIN, look).await;
+            session.seen(found).map(drop)
+        });
+        match work.await {
+            Ok(ready) => ready.map_err(|error| not_done::<DB>("ready", error)),
+            Err(_) => Err(task_gone::<DB>("ready")),
+        }
     }
 
     /// Removes up to `at_most` rows whose retention is over.
     pub(super) async fn sweep(&self, at_most: u32) -> Result<u64, StoreError> {
         let core = self.clone();
         let work = tokio::spawn(async move {
-            let mut connection = core.pool.acquire().await?;
-            DB::sweep(&mut connection, at_most).await
+            let mut session = Session::<DB>::acquire(&core.pool).await?;
+            let swept = DB::sweep(session.connection()?, at_most);
+            let swept = bounded::<DB, _>(SWEEP_WITHIN, swept).await;
+            session.seen(swept)
         });
         match work.await {
             Ok(swept) => swept.map_err(|error| not_done::<DB>("sweep", error)),

@@ -15,10 +15,13 @@
 //! cargo refuses a second one: `rusqlite` up to 0.39 fits, newer ones do not.
 
 mod desk;
+mod fate;
 mod inspect;
 mod lease;
+mod notice;
 #[cfg(feature = "postgres")]
 pub mod postgres;
+mod session;
 #[cfg(feature = "sqlite")]
 pub mod sqlite;
 mod transactional;
@@ -26,8 +29,7 @@ mod tx;
 
 use bytes::Bytes;
 use futures_util::future::BoxFuture;
-use sqlx::{Database, SqlSafeStr as _, SqlStr, Transaction};
-use sqlx_core::transaction::TransactionManager as _;
+use sqlx::{Database, SqlStr};
 
 #[cfg(feature = "postgres")]
 pub use postgres::{Isolation, PostgresLeaseStore, PostgresStore};
@@ -91,6 +93,10 @@ pub trait Backend: Database + sealed::Sealed {
     /// Opens a transaction for the driver to roll back, where the database may have ended its own.
     #[doc(hidden)]
     const MEND: Option<&'static str>;
+
+    /// True if the database is at the other end of a line, which may be cut, or go silent.
+    #[doc(hidden)]
+    const REMOTE: bool;
 }
 
 mod sealed {
@@ -140,8 +146,10 @@ pub enum Weight {
     Locked,
     /// The connection is gone, and what was sent last may have been done.
     Lost,
-    /// The database was not reached.
+    /// The database was not reached, or takes no writes now.
     Unreached,
+    /// There is no room. Nothing was written.
+    Full,
     /// A rule of the schema is broken. Found at COMMIT, it may be a matter of who was first.
     Constraint,
     /// The database refused.
@@ -230,6 +238,7 @@ fn not_done<DB: Backend>(operation: &'static str, error: sqlx::Error) -> StoreEr
     let kind = match weigh::<DB>(&error) {
         Weight::Conflict => StoreErrorKind::RolledBack,
         Weight::Locked | Weight::Lost | Weight::Unreached => StoreErrorKind::Unavailable,
+        Weight::Full => StoreErrorKind::Full,
         Weight::Constraint | Weight::Refused => StoreErrorKind::Backend,
     };
     StoreError::new(kind, DB::STORE, operation).with_source(error)
@@ -244,6 +253,7 @@ fn maybe_done<DB: Backend>(operation: &'static str, error: sqlx::Error) -> Store
         Weight::Conflict
         | Weight::Locked
         | Weight::Unreached
+        | Weight::Full
         | Weight::Constraint
         | Weight::Refused => not_done::<DB>(operation, error),
     }
@@ -252,31 +262,6 @@ fn maybe_done<DB: Backend>(operation: &'static str, error: sqlx::Error) -> Store
 /// A task of ours ended without an answer: its runtime is going down, or it panicked.
 fn task_gone<DB: Backend>(operation: &'static str) -> StoreError {
     StoreError::new(StoreErrorKind::OutcomeUnknown, DB::STORE, operation)
-}
-
-/// Commits. A transaction that failed to is undone, and its connection is fit for another one.
-async fn commit<DB: Backend>(mut transaction: Transaction<'static, DB>) -> sqlx::Result<()> {
-    match DB::TransactionManager::commit(&mut transaction).await {
-        // Nothing is open any more: this tells the guard, and asks nobody.
-        Ok(()) => transaction.rollback().await,
-        Err(error) => {
-            // Over a network nobody waits for a connection that may be silent.
-            if DB::MEND.is_some() {
-                drop(undo(transaction).await);
-            }
-            Err(error)
-        }
-    }
-}
-
-/// Rolls back. SQLite may have done it already, when a disk was full; then the driver's own ROLLBACK
-/// fails, and it would count the transaction as open for as long as the connection lives.
-async fn undo<DB: Backend>(mut transaction: Transaction<'static, DB>) -> sqlx::Result<()> {
-    match (DB::TransactionManager::rollback(&mut transaction).await, DB::MEND) {
-        (Err(_), Some(begin)) => DB::run(&mut transaction, begin.into_sql_str()).await?,
-        (done, _) => done?,
-    }
-    transaction.rollback().await
 }
 
 macro_rules! backend {
@@ -386,6 +371,7 @@ macro_rules! backend {
             }
 
             const MEND: Option<&'static str> = $texts::MEND;
+            const REMOTE: bool = $texts::REMOTE;
         }
     };
 }

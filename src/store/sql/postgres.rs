@@ -2,11 +2,12 @@
 
 use std::time::Duration;
 
-use sqlx::postgres::{PgConnection, PgPool, PgPoolOptions};
+use sqlx::postgres::{PgConnectOptions, PgConnection, PgPool, PgPoolOptions};
 use sqlx::{AssertSqlSafe, Postgres, SqlSafeStr as _, SqlStr};
 
 use super::inspect::{inspect, inspected};
 use super::lease::LeaseCore;
+use super::session::reason;
 use super::transactional::{Core, SAVEPOINT, Texts};
 use super::{Weight, backend, not_done, store};
 use crate::error::StoreError;
@@ -71,6 +72,7 @@ impl Sql {
     const LOOK_AND_LOCK: &str = LOOK_AND_LOCK;
     const SWEEP: &str = SWEEP;
     const MEND: Option<&str> = None;
+    const REMOTE: bool = true;
 
     /// A transaction with a failed statement stays open, and refuses every other one.
     fn ends(_: &str) -> bool {
@@ -101,6 +103,17 @@ const STATEMENT: Duration = Duration::from_secs(30);
 const NOTICE_DEAD_CLIENTS: &str = "\
     SELECT set_config('client_connection_check_interval', '250', true) \
      WHERE current_setting('client_connection_check_interval', true) = '0' \
+       AND version() LIKE '%linux%'";
+/// And the kernel finds out about clients that cannot be heard: after five seconds without a sign it
+/// asks three times, a second apart, and what was sent and is not confirmed after ten seconds is given
+/// up. Otherwise a key would wait for the idle limit, or, behind a busy backend, for hours.
+///
+/// As above: behind the claim, and a server that is set to find out sooner keeps that.
+const NOTICE_DEAD_LINES: &str = "\
+    SELECT set_config('tcp_keepalives_idle', '5', true), set_config('tcp_keepalives_interval', '1', true), \
+           set_config('tcp_keepalives_count', '3', true), set_config('tcp_user_timeout', '10000', true) \
+     WHERE current_setting('tcp_user_timeout', true) = '0' \
+       AND current_setting('tcp_keepalives_idle')::int > 5 \
        AND version() LIKE '%linux%'";
 
 /// How much later than its own limit a server's answer may come before it is taken for frozen.
@@ -170,8 +183,10 @@ fn weigh(code: &str) -> Weight {
         "40001" | "40P01" => Weight::Conflict,
         // lock_not_available
         "55P03" => Weight::Locked,
-        // too_many_connections, cannot_connect_now
-        "53300" | "57P03" => Weight::Unreached,
+        // too_many_connections, cannot_connect_now; read_only_sql_transaction
+        "53300" | "57P03" | "25006" => Weight::Unreached,
+        // disk_full
+        "53100" => Weight::Full,
         // admin_shutdown, crash_shutdown: perhaps after the COMMIT was done
         "57P01" | "57P02" => Weight::Lost,
         code if code.starts_with("08") => Weight::Lost,
@@ -264,9 +279,9 @@ impl PostgresStoreBuilder {
             Isolation::RepeatableRead => "REPEATABLE READ",
             Isolation::Serializable => "SERIALIZABLE",
         };
-        let begin = begin(level, idle_timeout, statement_timeout);
+        let begin = begin(level, idle_timeout, Some(statement_timeout));
         let claimed = format!(
-            "SET LOCAL lock_timeout = {}; {NOTICE_DEAD_CLIENTS}; {SAVEPOINT}",
+            "SET LOCAL lock_timeout = {}; {NOTICE_DEAD_CLIENTS}; {NOTICE_DEAD_LINES}; {SAVEPOINT}",
             ms(lock_timeout)
         );
         let claimed = AssertSqlSafe(claimed).into_sql_str();
@@ -318,19 +333,23 @@ impl PostgresLeaseStore {
 }
 
 fn lease(pool: PgPool) -> LeaseCore<Postgres> {
-    LeaseCore::new(pool, begin("READ COMMITTED", IDLE, STATEMENT))
+    // No limit at the server: it would end the wait of a COMMIT for its standby.
+    LeaseCore::new(pool, begin("READ COMMITTED", IDLE, None))
 }
 
-/// One round trip: BEGIN, and the limits of the transaction.
-fn begin(level: &str, idle: Duration, statement: Duration) -> SqlStr {
+/// One round trip: BEGIN, and the limits of the transaction; and warnings are to be told, since a COMMIT
+/// may come with one. If the server is set to read only, so is the transaction: an operator who froze it
+/// meant payments first of all.
+fn begin(level: &str, idle: Duration, statement: Option<Duration>) -> SqlStr {
     let text = format!(
-        "BEGIN ISOLATION LEVEL {level} READ WRITE; \
+        "BEGIN ISOLATION LEVEL {level}; \
          SET LOCAL lock_timeout = {}; \
          SET LOCAL idle_in_transaction_session_timeout = {}; \
-         SET LOCAL statement_timeout = {}",
+         SET LOCAL statement_timeout = {}; \
+         SET LOCAL client_min_messages = warning",
         ms(CLAIM_LOCK),
         ms(idle),
-        ms(statement),
+        statement.map_or(0, ms),
     );
     AssertSqlSafe(text).into_sql_str()
 }
@@ -346,12 +365,16 @@ const CONNECT_WITHIN: Duration = Duration::from_secs(5);
 const CONNECTIONS: u32 = 10;
 
 async fn connect(url: &str) -> Result<PgPool, StoreError> {
-    PgPoolOptions::new()
+    let options: PgConnectOptions =
+        url.parse().map_err(|error| not_done::<Postgres>("connect", error))?;
+    let pool = PgPoolOptions::new()
         .max_connections(CONNECTIONS)
         .acquire_timeout(CONNECT_WITHIN)
-        .connect(url)
-        .await
-        .map_err(|error| not_done::<Postgres>("connect", error))
+        .connect_lazy_with(options);
+    match pool.acquire().await {
+        Ok(_) => Ok(pool),
+        Err(error) => Err(not_done::<Postgres>("connect", reason(&pool, error).await)),
+    }
 }
 
 async fn migrate(pool: &PgPool) -> Result<(), StoreError> {

@@ -65,6 +65,7 @@ impl Sql {
                                    + CAST(substr(strftime('%f', 'now'), 4) AS INTEGER)
              ORDER BY expires_at LIMIT $1)";
     const MEND: Option<&str> = Some("BEGIN");
+    const REMOTE: bool = false;
 
     /// SQLITE_NOMEM, SQLITE_INTERRUPT, SQLITE_IOERR, SQLITE_FULL
     /// (<https://www.sqlite.org/lang_transaction.html>, "response to errors within a transaction").
@@ -118,6 +119,8 @@ fn weigh(code: &str) -> Weight {
     match code.parse::<u32>().map(|code| code & 0xff) {
         // SQLITE_BUSY, SQLITE_LOCKED: there is one lock for all keys, so this says nothing of ours.
         Ok(5 | 6) => Weight::Unreached,
+        // SQLITE_FULL
+        Ok(13) => Weight::Full,
         // SQLITE_CONSTRAINT
         Ok(19) => Weight::Constraint,
         _ => Weight::Refused,

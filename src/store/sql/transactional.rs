@@ -1,34 +1,40 @@
 //! One transaction for key, effect and answer. The same for both databases.
 
 use std::fmt;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use sqlx::{Pool, SqlStr, Transaction};
+use sqlx::{Pool, SqlStr};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
+use tokio::time::timeout;
 
 use super::desk::{Desk, Seat};
 use super::lease::LeaseCore;
+use super::session::{ANSWER_WITHIN, Session, bounded};
 use super::tx::{Open, Unit};
 use super::{Backend, Lock, Weight, maybe_done, not_done, step, task_gone, weigh};
 use crate::error::{StoreError, StoreErrorKind};
 use crate::record::{
-    self, Change, Claim, ClaimOutcome, CompleteOutcome, Completion, Effects, OnExpired, Owner,
-    Release, ReleaseOutcome, RenewOutcome, Renewal, Resolution, ResolveOutcome, Step, Writes,
+    self, Change, Claim, ClaimOutcome, CompleteOutcome, Completion, Owner, Release, ReleaseOutcome,
+    RenewOutcome, Renewal, Resolution, ResolveOutcome, Step, Writes,
 };
 use crate::scope::StorageKey;
 use crate::store::Lease;
-use crate::token::HolderId;
 
 /// The part of a transactional store that knows no particular database.
 pub(super) struct Core<DB: Backend>(Arc<Shared<DB>>);
 
-struct Shared<DB: Backend> {
+pub(super) struct Shared<DB: Backend> {
     pool: Pool<DB>,
-    texts: Texts,
+    pub(super) texts: Texts,
     desk: Arc<Desk>,
     /// The right to have a transaction open.
     turns: Arc<Semaphore>,
+    /// How many turns there are.
+    turns_max: usize,
+    /// How many of them wait to be told what became of a COMMIT, and nobody knows when.
+    pub(super) adrift: AtomicUsize,
     lease: LeaseCore<DB>,
 }
 
@@ -38,10 +44,11 @@ pub(super) struct Texts {
     pub(super) begin: SqlStr,
     /// After the claim: sets the handler's limits, and the savepoint.
     pub(super) claimed: SqlStr,
-    /// Before COMMIT, which has no limit: one that is cancelled while it waits for a standby reports a
-    /// success that may still be lost.
+    /// Before COMMIT, which has no limit at the server: one that is cancelled while it waits for a standby
+    /// reports a success that may still be lost.
     pub(super) unlimited: Option<SqlStr>,
-    /// How long the handler's statements wait for a sign of life, if the database is another machine.
+    /// How long the handler's statements and the COMMIT wait for a sign of life, if the database is another
+    /// machine.
     pub(super) patience: Option<Duration>,
 }
 
@@ -62,12 +69,12 @@ struct Running<DB: Backend> {
 
 /// How a run ended.
 #[derive(Clone, Debug)]
-enum Ended {
+pub(super) enum Ended {
     Told(CompleteOutcome),
     /// Everything is undone, and the whole unit may run again.
     Again,
-    /// COMMIT was sent and nothing came back.
-    Unknown,
+    /// Everything is undone, since there is no room.
+    Full,
 }
 
 /// How a run is to end.
@@ -85,8 +92,9 @@ impl<DB: Backend> Clone for Core<DB> {
 
 impl<DB: Backend> Core<DB> {
     pub(super) fn new(pool: Pool<DB>, turns: usize, texts: Texts, lease: LeaseCore<DB>) -> Self {
-        let turns = Arc::new(Semaphore::new(turns));
-        Self(Arc::new(Shared { pool, texts, desk: Arc::default(), turns, lease }))
+        let (turns_max, turns) = (turns, Arc::new(Semaphore::new(turns)));
+        let (desk, adrift) = (Arc::default(), AtomicUsize::new(0));
+        Self(Arc::new(Shared { pool, texts, desk, turns, turns_max, adrift, lease }))
     }
 
     pub(super) fn name(&self) -> &'static str {
@@ -95,6 +103,10 @@ impl<DB: Backend> Core<DB> {
 
     pub(super) fn pool(&self) -> &Pool<DB> {
         &self.0.pool
+    }
+
+    pub(super) fn shared(&self) -> &Shared<DB> {
+        &self.0
     }
 
     pub(super) fn lease(&self) -> &LeaseCore<DB> {
@@ -125,30 +137,28 @@ impl<DB: Backend> Core<DB> {
             Ok(turn) => turn,
             Err(_) => {
                 // An answer that stands already needs no turn.
-                let mut connection = self.0.pool.acquire().await.map_err(failed)?;
-                if let Some(outcome) = stands::<DB>(&mut connection, key, &claim).await? {
+                let mut session = Session::acquire(&self.0.pool).await.map_err(failed)?;
+                if let Some(outcome) = stands::<DB>(&mut session, key, &claim).await? {
                     return Ok(outcome);
                 }
-                drop(connection);
+                drop(session);
                 looked = true;
                 self.turn().await?
             }
         };
-        let mut connection = self.0.pool.acquire().await.map_err(failed)?;
-        if !looked && let Some(outcome) = stands::<DB>(&mut connection, key, &claim).await? {
+        let mut session = Session::acquire(&self.0.pool).await.map_err(failed)?;
+        if !looked && let Some(outcome) = stands::<DB>(&mut session, key, &claim).await? {
             return Ok(outcome);
         }
-        let begin = self.0.texts.begin.clone();
-        let transaction = match Transaction::begin(connection, Some(begin)).await {
-            Ok(transaction) => transaction,
-            Err(error) => return Self::refused(error),
-        };
-        self.take(key, claim, Open::new(transaction, seat, turn)).await
+        match session.begun(self.0.texts.begin.clone()).await {
+            Ok(session) => self.take(key, claim, Open::new(session, seat, turn)).await,
+            Err(error) => Self::refused(error),
+        }
     }
 
     async fn turn(&self) -> Result<OwnedSemaphorePermit, StoreError> {
         let turn = Arc::clone(&self.0.turns).acquire_owned();
-        match tokio::time::timeout(TURN_WITHIN, turn).await {
+        match timeout(TURN_WITHIN, turn).await {
             Ok(Ok(turn)) => Ok(turn),
             Ok(Err(_)) | Err(_) => {
                 Err(StoreError::new(StoreErrorKind::Unavailable, DB::STORE, "claim"))
@@ -164,7 +174,7 @@ impl<DB: Backend> Core<DB> {
         mut open: Open<DB>,
     ) -> Result<ClaimOutcome<Lease>, StoreError> {
         let claimed = async {
-            let connection = open.connection()?;
+            let connection = open.session()?.connection()?;
             let verb = |current, now| record::claim(current, now, &claim);
             let outcome = step::<DB, _>(connection, key, &verb).await?;
             if let ClaimOutcome::Acquired(_) = &outcome {
@@ -172,11 +182,15 @@ impl<DB: Backend> Core<DB> {
             }
             Ok::<_, sqlx::Error>(outcome)
         };
-        let grant = match claimed.await {
+        let claimed = bounded::<DB, _>(ANSWER_WITHIN, claimed).await;
+        let grant = match open.session().and_then(|session| session.seen(claimed)) {
             Ok(ClaimOutcome::Acquired(grant)) => grant,
             Ok(outcome @ ClaimOutcome::Indeterminate(_)) => {
                 // The record says so from now on.
-                open.commit().await.map_err(|error| maybe_done::<DB>("claim", error))?;
+                let committed = async { open.session()?.commit().await };
+                let committed = bounded::<DB, _>(ANSWER_WITHIN, committed).await;
+                let committed = open.session().and_then(|session| session.seen(committed));
+                committed.map_err(|error| maybe_done::<DB>("claim", error))?;
                 return Ok(outcome.map(|_| unreachable!("an outcome without a grant")));
             }
             Ok(outcome) => {
@@ -202,6 +216,7 @@ impl<DB: Backend> Core<DB> {
             Weight::Conflict
             | Weight::Lost
             | Weight::Unreached
+            | Weight::Full
             | Weight::Constraint
             | Weight::Refused => Err(not_done::<DB>("claim", error)),
         }
@@ -263,7 +278,12 @@ impl<DB: Backend> Core<DB> {
     }
 
     pub(super) async fn ready(&self) -> Result<(), StoreError> {
-        self.0.lease.ready().await
+        self.0.lease.ready().await?;
+        if self.0.adrift.load(Ordering::Acquire) < self.0.turns_max {
+            return Ok(());
+        }
+        let why = "every turn waits to be told what became of its COMMIT: no key can be claimed";
+        Err(StoreError::new(StoreErrorKind::Unavailable, DB::STORE, "ready").with_source(why))
     }
 
     /// Ends a run, or waits for the end that is under way.
@@ -276,14 +296,8 @@ impl<DB: Backend> Core<DB> {
     ) -> Result<CompleteOutcome, StoreError> {
         let mut ended = {
             let mut ending = running.ending.lock().unwrap_or_else(PoisonError::into_inner);
-            match &*ending {
-                Some(ended) if !matches!(*ended.borrow(), Some(Ended::Unknown)) => ended.clone(),
-                earlier => {
-                    let ended = self.settle(running, lease, end, earlier.is_none());
-                    *ending = Some(ended.clone());
-                    ended
-                }
-            }
+            let started = || self.settle(running, lease, end);
+            ending.get_or_insert_with(started).clone()
         };
         let told = ended.wait_for(Option::is_some).await.map(|ended| ended.clone());
         match told.ok().flatten() {
@@ -291,29 +305,24 @@ impl<DB: Backend> Core<DB> {
             Some(Ended::Again) => {
                 Err(StoreError::new(StoreErrorKind::RolledBack, DB::STORE, operation))
             }
-            Some(Ended::Unknown) | None => Err(task_gone::<DB>(operation)),
+            Some(Ended::Full) => Err(StoreError::new(StoreErrorKind::Full, DB::STORE, operation)),
+            None => Err(task_gone::<DB>(operation)),
         }
     }
 
-    /// Ends a run in a task that nobody drops: a COMMIT is sent once and waited for.
+    /// Ends a run in a task that nobody drops: a COMMIT is sent once, and asked after until it is known
+    /// what became of it.
     fn settle(
         &self,
         running: &Arc<Running<DB>>,
         lease: &Lease,
         end: End,
-        first: bool,
     ) -> watch::Receiver<Option<Ended>> {
         let (tell, told) = watch::channel(None);
         let (core, unit) = (self.clone(), Arc::clone(&running.unit));
         let (key, owner) = (lease.key(), *lease.owner());
         tokio::spawn(async move {
-            let mut ended = match first {
-                true => core.finish(&unit, key, &owner, &end).await,
-                false => Ended::Unknown,
-            };
-            if let (Ended::Unknown, End::Complete(completion)) = (&ended, &end) {
-                ended = core.find_out(key, &owner, completion).await;
-            }
+            let ended = core.finish(&unit, key, &owner, &end).await;
             tell.send_replace(Some(ended));
         });
         told
@@ -331,13 +340,26 @@ impl<DB: Backend> Core<DB> {
             return undone;
         };
         match failure.as_ref().map(|failure| failure.weight) {
-            // Undone by being dropped: nobody waits for a connection that may be silent.
-            Some(Weight::Lost) => return Ended::Again,
+            Some(Weight::Lost) => {
+                open.abandon();
+                return Ended::Again;
+            }
             Some(Weight::Conflict) => {
                 open.rollback().await;
                 return Ended::Again;
             }
-            Some(Weight::Locked | Weight::Unreached | Weight::Constraint | Weight::Refused)
+            // Whatever the handler made of it, it could not do its work.
+            Some(Weight::Full) if matches!(end, End::Complete(_)) => {
+                open.rollback().await;
+                return Ended::Full;
+            }
+            Some(
+                Weight::Locked
+                | Weight::Unreached
+                | Weight::Full
+                | Weight::Constraint
+                | Weight::Refused,
+            )
             | None => {}
         }
         let completion = match end {
@@ -367,20 +389,7 @@ impl<DB: Backend> Core<DB> {
                 return self.undone_by(key, &error);
             }
         }
-        match open.commit().await {
-            Ok(()) => Ended::Told(CompleteOutcome::Stored),
-            Err(error) => match weigh::<DB>(&error) {
-                Weight::Lost => {
-                    tracing::warn!(key = %key.in_logs(), %error, "COMMIT was not answered");
-                    Ended::Unknown
-                }
-                // A deferred constraint: who runs again may find that the other one was there first.
-                Weight::Constraint => Ended::Again,
-                Weight::Conflict | Weight::Locked | Weight::Unreached | Weight::Refused => {
-                    self.undone_by(key, &error)
-                }
-            },
-        }
+        self.commit(open, key, owner, completion).await
     }
 
     /// Stores the response in the open transaction, with the handler's writes or without.
@@ -391,62 +400,37 @@ impl<DB: Backend> Core<DB> {
         owner: &Owner,
         completion: &Completion,
     ) -> sqlx::Result<CompleteOutcome> {
-        let connection = open.connection()?;
-        if completion.writes == Writes::Undo {
-            DB::run(connection, sqlx::SqlSafeStr::into_sql_str(UNDO)).await?;
-        }
-        let verb = |current, now| record::complete(current, now, owner, completion);
-        let outcome = step::<DB, _>(connection, key, &verb).await?;
-        if let Some(unlimited) = &self.0.texts.unlimited {
-            DB::run(connection, unlimited.clone()).await?;
-        }
-        Ok(outcome)
+        let stored = async {
+            let connection = open.session()?.connection()?;
+            if completion.writes == Writes::Undo {
+                DB::run(connection, sqlx::SqlSafeStr::into_sql_str(UNDO)).await?;
+            }
+            let verb = |current, now| record::complete(current, now, owner, completion);
+            let outcome = step::<DB, _>(connection, key, &verb).await?;
+            if let Some(unlimited) = &self.0.texts.unlimited {
+                DB::run(connection, unlimited.clone()).await?;
+            }
+            Ok(outcome)
+        };
+        // It may have to wait for a statement that the handler has left alone.
+        let stored = match self.0.texts.patience {
+            Some(patience) => bounded::<DB, _>(patience, stored).await,
+            None => stored.await,
+        };
+        open.session()?.seen(stored)
     }
 
     /// What an error before COMMIT, or in answer to it, comes to: nothing was done.
-    fn undone_by(&self, key: StorageKey, error: &sqlx::Error) -> Ended {
+    pub(super) fn undone_by(&self, key: StorageKey, error: &sqlx::Error) -> Ended {
         match weigh::<DB>(error) {
             Weight::Conflict | Weight::Lost | Weight::Locked => Ended::Again,
+            Weight::Full => {
+                tracing::error!(key = %key.in_logs(), %error, "there is no room: everything is rolled back");
+                Ended::Full
+            }
             Weight::Unreached | Weight::Constraint | Weight::Refused => {
                 tracing::error!(key = %key.in_logs(), %error, "everything is rolled back");
                 Ended::Told(CompleteOutcome::RolledBack)
-            }
-        }
-    }
-
-    /// COMMIT was sent and not answered: claims again, on another connection. The row is the witness:
-    /// it is there, or the claim gets the key, or it waits for a COMMIT that is still going on.
-    async fn find_out(&self, key: StorageKey, owner: &Owner, completion: &Completion) -> Ended {
-        let probe = Claim {
-            holder: HolderId::random(),
-            fingerprints: owner.fingerprints,
-            terms: completion.terms,
-            on_expired: OnExpired::Refuse,
-            effects: Effects::Anywhere,
-        };
-        let found = async {
-            let mut transaction = self.0.pool.begin_with(self.0.texts.begin.clone()).await?;
-            let verb = |current, now| record::claim(current, now, &probe);
-            let outcome = step::<DB, _>(&mut transaction, key, &verb).await;
-            super::undo(transaction).await?;
-            outcome
-        };
-        match found.await {
-            Ok(ClaimOutcome::Completed(response)) if response == completion.response => {
-                Ended::Told(CompleteOutcome::Stored)
-            }
-            Ok(ClaimOutcome::Completed(response)) => {
-                Ended::Told(CompleteOutcome::Superseded(response))
-            }
-            Ok(ClaimOutcome::Acquired(_)) => Ended::Again,
-            Ok(ClaimOutcome::Mismatch) => Ended::Told(CompleteOutcome::Mismatch),
-            Ok(ClaimOutcome::InFlight { .. } | ClaimOutcome::Indeterminate(_)) => {
-                Ended::Told(CompleteOutcome::Lost)
-            }
-            Ok(ClaimOutcome::Unreadable) => Ended::Told(CompleteOutcome::Unreadable),
-            Err(error) => {
-                tracing::debug!(key = %key.in_logs(), %error, "it is not known yet whether a COMMIT was done");
-                Ended::Unknown
             }
         }
     }
@@ -454,12 +438,14 @@ impl<DB: Backend> Core<DB> {
 
 /// What is known of a key without claiming it, if that is an answer.
 async fn stands<DB: Backend>(
-    connection: &mut DB::Connection,
+    session: &mut Session<DB>,
     key: StorageKey,
     claim: &Claim,
 ) -> Result<Option<ClaimOutcome<Lease>>, StoreError> {
-    let found = DB::look(connection, key, Lock::None).await;
-    let (current, now) = found.map_err(|error| not_done::<DB>("claim", error))?.current();
+    let look = async { DB::look(session.connection()?, key, Lock::None).await };
+    let found = bounded::<DB, _>(ANSWER_WITHIN, look).await;
+    let found = session.seen(found).map_err(|error| not_done::<DB>("claim", error))?;
+    let (current, now) = found.current();
     let Step { change, outcome } = record::claim(current, now, claim);
     Ok((change == Change::Keep).then(|| outcome.map(|_| unreachable!("a grant without a change"))))
 }

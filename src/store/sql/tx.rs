@@ -9,11 +9,12 @@ use std::time::Duration;
 use futures_util::future::BoxFuture;
 use futures_util::stream::BoxStream;
 use futures_util::{StreamExt as _, TryFutureExt as _, TryStreamExt as _};
-use sqlx::{Database, Either, Execute, Executor, SqlSafeStr as _, SqlStr, Transaction};
+use sqlx::{Database, Either, Execute, Executor, SqlSafeStr as _, SqlStr};
 use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::timeout;
 
 use super::desk::Seat;
+use super::session::{Session, silent};
 use super::{Backend, Weight, weigh};
 
 /// The request's transaction: what is written through it is committed together with the stored
@@ -73,7 +74,8 @@ pub enum NoTx {
 pub(crate) struct Unit<DB: Backend> {
     slot: Mutex<Slot<DB>>,
     failure: Mutex<Option<Failure>>,
-    /// The database may have ended the transaction: a statement now would be committed by itself.
+    /// The database may have ended the transaction, so that a statement now would be committed by itself;
+    /// or it does not answer any more.
     ended: AtomicBool,
     /// How long a statement may go without a sign of life from the database. A server that is frozen
     /// or cut off does not keep its own limits.
@@ -96,9 +98,12 @@ pub(super) struct Failure {
 
 /// An open transaction, and what is given back when it ends.
 pub(super) struct Open<DB: Backend> {
-    transaction: Option<Transaction<'static, DB>>,
-    held: Option<(Seat, OwnedSemaphorePermit)>,
+    session: Option<Session<DB>>,
+    held: Option<Held>,
 }
+
+/// The key's place at the desk, and the right to have a transaction open.
+pub(super) type Held = (Seat, OwnedSemaphorePermit);
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     // Nothing that can panic runs while what is inside is half changed.
@@ -106,45 +111,43 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl<DB: Backend> Open<DB> {
-    pub(super) fn new(
-        transaction: Transaction<'static, DB>,
-        seat: Seat,
-        turn: OwnedSemaphorePermit,
-    ) -> Self {
-        Self { transaction: Some(transaction), held: Some((seat, turn)) }
+    pub(super) fn new(session: Session<DB>, seat: Seat, turn: OwnedSemaphorePermit) -> Self {
+        Self { session: Some(session), held: Some((seat, turn)) }
     }
 
-    pub(super) fn connection(&mut self) -> sqlx::Result<&mut DB::Connection> {
-        self.transaction.as_deref_mut().ok_or(sqlx::Error::PoolClosed)
+    pub(super) fn session(&mut self) -> sqlx::Result<&mut Session<DB>> {
+        self.session.as_mut().ok_or(sqlx::Error::PoolClosed)
     }
 
-    pub(super) async fn commit(mut self) -> sqlx::Result<()> {
-        match self.transaction.take() {
-            Some(transaction) => super::commit(transaction).await,
-            None => Err(sqlx::Error::PoolClosed),
-        }
+    /// For a COMMIT: what is held stays so until it is known what became of it.
+    pub(super) fn into_parts(mut self) -> Option<(Session<DB>, Held)> {
+        self.session.take().zip(self.held.take())
     }
 
     pub(super) async fn rollback(mut self) {
-        if let Some(transaction) = self.transaction.take() {
-            // A connection that cannot even do this is gone, and its transaction with it.
-            if let Err(error) = super::undo(transaction).await {
-                tracing::debug!(%error, "a transaction ended without a rollback");
-            }
+        if let Some(mut session) = self.session.take() {
+            session.rollback().await;
         }
+    }
+
+    /// Leaves a connection that does not answer. Without a COMMIT its transaction can only end in
+    /// nothing; until the server has found out, the key is taken there.
+    pub(super) fn abandon(mut self) {
+        if let Some(session) = &mut self.session {
+            session.close();
+        }
+        self.session = None;
     }
 }
 
 impl<DB: Backend> Drop for Open<DB> {
-    /// The key stays at the desk until the database has undone everything.
+    /// The key stays at the desk until the database has undone everything, or was given up.
     fn drop(&mut self) {
-        let (transaction, held) = (self.transaction.take(), self.held.take());
-        if let (Some(transaction), Ok(runtime)) =
-            (transaction, tokio::runtime::Handle::try_current())
-        {
+        let (session, held) = (self.session.take(), self.held.take());
+        if let (Some(mut session), Ok(runtime)) = (session, tokio::runtime::Handle::try_current()) {
             runtime.spawn(async move {
-                let undone = super::undo(transaction).await;
-                drop((undone, held));
+                session.rollback().await;
+                drop((session, held));
             });
         }
     }
@@ -170,10 +173,12 @@ impl<DB: Backend> Unit<DB> {
 
     fn note(&self, error: &sqlx::Error) {
         let code = error.as_database_error().and_then(|error| error.code());
-        if code.as_deref().is_some_and(DB::ends) {
+        let weight = weigh::<DB>(error);
+        // On a connection that does not answer, a statement would get the reply to the one before it.
+        if weight == Weight::Lost || code.as_deref().is_some_and(DB::ends) {
             self.ended.store(true, Ordering::Release);
         }
-        let failure = Failure { weight: weigh::<DB>(error), code: code.map(Into::into) };
+        let failure = Failure { weight, code: code.map(Into::into) };
         let mut first = lock(&self.failure);
         // The first one is the cause: after it, PostgreSQL refuses everything with 25P02. Only the
         // loss of the connection says more.
@@ -230,7 +235,7 @@ impl<DB: Backend> Tx<DB> {
         }
         match &mut self.open {
             // A shutdown has settled this run: what would be written now would be undone.
-            Some(open) if !self.unit.is_closed() => open.connection(),
+            Some(open) if !self.unit.is_closed() => open.session()?.connection(),
             Some(_) | None => Err(sqlx::Error::PoolClosed),
         }
     }
@@ -339,10 +344,6 @@ fn each_within<'e, T: Send + 'e>(
     .boxed()
 }
 
-fn silent() -> sqlx::Error {
-    std::io::Error::new(std::io::ErrorKind::TimedOut, "the database does not answer").into()
-}
-
 type Rows<'e, DB> =
     BoxStream<'e, sqlx::Result<Either<<DB as Database>::QueryResult, <DB as Database>::Row>>>;
 
@@ -383,7 +384,8 @@ macro_rules! executor {
                 let unit = Arc::clone(&tx.unit);
                 match tx.connection() {
                     Ok(connection) => Box::pin(
-                        connection.fetch_optional(query).inspect_err(move |error| unit.note(error)),
+                        within(unit.patience, connection.fetch_optional(query))
+                            .inspect_err(move |error| unit.note(error)),
                     ),
                     Err(error) => Box::pin(std::future::ready(Err(error))),
                 }
@@ -418,8 +420,12 @@ macro_rules! executor {
             {
                 let $this = self;
                 let tx: &'c mut Tx<$database> = $tx;
+                let unit = Arc::clone(&tx.unit);
                 match tx.connection() {
-                    Ok(connection) => connection.describe(sql),
+                    Ok(connection) => Box::pin(
+                        within(unit.patience, connection.describe(sql))
+                            .inspect_err(move |error| unit.note(error)),
+                    ),
                     Err(error) => Box::pin(std::future::ready(Err(error))),
                 }
             }
