@@ -76,13 +76,12 @@ if not absent then
   end
 end
 
+-- The record is replaced by the last command: one that fails before leaves the record as it was.
+local head = absent and '\1\4' .. owner .. ended or '\1\4' .. sub(record, 3, 70) .. ended
+redis.call('SETRANGE', beside, '0', head)
+-- The key brings its expiry along, which was short.
+redis.call('PEXPIRE', beside, retention)
 redis.call('RENAME', beside, key)
--- The key brought its own short expiry along.
-redis.call('PEXPIRE', key, retention)
-if absent then
-  redis.call('SETRANGE', key, '0', '\1\4' .. owner .. ended)
-  return {3}
-end
-redis.call('SETRANGE', key, '0', '\1\4' .. sub(record, 3, 70) .. ended)
+if absent then return {3} end
 if state == 3 then return {2} end
 return {1}

@@ -465,7 +465,7 @@ impl Engine {
         let lease = unconfirmed(call, &claim);
         // Nobody knows what the claim was granted for: it may have been a takeover.
         let settle = Settle::Release(Verdict::NoEffect).after_takeover(&call.policy, true);
-        self.settle_in_background(&lease, settle, &call.policy);
+        self.give_up_in_background(lease, settle, &call.policy);
     }
 
     async fn renew(

@@ -17,6 +17,25 @@ use crate::record::{
 };
 use crate::store::Lease;
 
+/// How long something is recorded in the background at least: longer than a failover, or than a person takes
+/// to bring a server back.
+const BACKGROUND_MIN: Duration = Duration::from_secs(120);
+/// How long after a server has gone on it may still find claims on lines that are closed: it reads
+/// them all in its first turns.
+const STRAGGLERS: Duration = Duration::from_secs(1);
+/// The longest pause of what goes on in the background. Within a lease it is tried three times: a claim
+/// that is done when a server goes on should be given back before its lease is over.
+const PATIENT_PAUSE_MAX: Duration = Duration::from_secs(5);
+
+fn in_background(policy: &Policy) -> Duration {
+    policy.terms.lease.max(BACKGROUND_MIN)
+}
+
+fn patient_pause(tries: u32, policy: &Policy) -> Duration {
+    let longest = PATIENT_PAUSE_MAX.min(policy.terms.lease / 3);
+    pause(tries).saturating_mul(1 << tries.saturating_sub(3).min(10)).min(longest)
+}
+
 /// What came of recording a run.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub(super) enum Settled {
@@ -80,7 +99,12 @@ impl Engine {
                 | StoreErrorKind::Full
                 | StoreErrorKind::Backend => {}
             }
-            let pause = pause(tries);
+            // Whoever waits for the answer waits for seconds; what goes on behind must not press a store
+            // that comes back.
+            let pause = match within > policy.complete_within {
+                true => patient_pause(tries, policy),
+                false => pause(tries),
+            };
             if Instant::now() + pause >= deadline {
                 tracing::error!(
                     key = %lease.key().in_logs(), tries, error = ?error, "a run cannot be recorded in time"
@@ -218,12 +242,28 @@ impl Engine {
         }
     }
 
-    /// Records in a tracked task, for as long as a lease lasts: after that, retries are told that
-    /// the outcome is unknown anyway.
+    /// Records in a tracked task, for as long as a lease lasts and for two minutes at least: a record
+    /// whose lease is over takes the word of its last holder still.
     pub(super) fn settle_in_background(&self, lease: &Arc<Lease>, settle: Settle, policy: &Policy) {
         let (engine, lease, policy) = (self.clone(), Arc::clone(lease), policy.clone());
         let task = async move {
-            engine.settle(&lease, &settle, &policy, policy.terms.lease).await;
+            engine.settle(&lease, &settle, &policy, in_background(&policy)).await;
+        };
+        self.0.tracker.spawn(task.in_current_span());
+    }
+
+    /// The same for a claim that nobody knows the fate of, and behind which nothing runs.
+    ///
+    /// A server that was frozen reads one line after another when it goes on, and the claim may stand on a
+    /// line that is closed by now: it may be done after the release. So that is said twice.
+    pub(super) fn give_up_in_background(&self, lease: Arc<Lease>, settle: Settle, policy: &Policy) {
+        let (engine, policy) = (self.clone(), policy.clone());
+        let task = async move {
+            let within = in_background(&policy);
+            if engine.settle(&lease, &settle, &policy, within).await == Settled::Released {
+                sleep(STRAGGLERS).await;
+                engine.settle(&lease, &settle, &policy, within).await;
+            }
         };
         self.0.tracker.spawn(task.in_current_span());
     }

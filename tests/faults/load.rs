@@ -167,6 +167,35 @@ async fn a_redis_frozen_under_load_ends_every_request_within_bounds_and_recovers
     assert_eq!(site.two.charges().await, 500);
 }
 
+/// The claims of all these requests stand in the sockets of the frozen server, which takes them when it goes
+/// on, long after their senders have given them up.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_redis_frozen_for_longer_than_a_lease_leaves_no_key_unknown_whose_handler_never_ran() {
+    let site = Site::start(&["--lease", "2"]).await;
+    site.redis.stop();
+    let requests: Vec<_> = (0..200)
+        .map(|n| {
+            let address = site.one.address;
+            tokio::spawn(async move {
+                let mut connection = Connection::open(address).await.unwrap();
+                connection.send(Call::pay(&format!("asleep-{n}"), "tok_visa")).await.unwrap()
+            })
+        })
+        .collect();
+    for request in requests {
+        is(&request.await.unwrap(), 503, "idempotency_store_unavailable");
+    }
+    // As long as two leases more.
+    tokio::time::sleep(Duration::from_secs(4)).await;
+    assert_eq!(site.two.charges().await, 0);
+    site.redis.cont();
+    for n in 0..200 {
+        is_paid(&site.settled(&format!("asleep-{n}"), "tok_visa").await);
+    }
+    site.check(Promise::AtMostOnce).await;
+    assert_eq!(site.two.charges().await, 200);
+}
+
 /// Each answer must be the one to its own request, also when clients leave at any moment and their
 /// connections to the store are shared with others.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -30,6 +30,11 @@ pub(in crate::store::redis) enum Address {
 pub(in crate::store::redis) enum AddressError {
     #[error(transparent)]
     Unreadable(#[from] RedisError),
+    #[error(
+        "an address has no parameter {0:?}; known are protocol, and db, user and pass for a socket \
+         (replicas to wait for are set by `RedisStore::builder().wait(n)`)"
+    )]
+    UnknownParameter(Box<str>),
     #[error("no master name: redis+sentinel://host:port,host:port/NAME")]
     NoMasterName,
     #[error("a cluster has no numbered databases; leave /{0} out")]
@@ -54,6 +59,10 @@ enum Kind {
     Sentinel,
     Cluster,
 }
+
+/// What may stand behind the question mark. The last three are for sockets; elsewhere they have a place
+/// of their own.
+const PARAMETERS: [&str; 4] = ["protocol", "db", "user", "pass"];
 
 /// Scheme, the scheme for each server, and what it leads to.
 const SCHEMES: [(&str, &str, Kind); 11] = [
@@ -82,6 +91,15 @@ impl Address {
             // redis-rs says what is wrong with it.
             return Ok(Self::One(url.into_connection_info()?));
         };
+        // One that is misspelt would be passed over in silence, and with it what it was to protect from.
+        let query = rest.split_once('?').map_or("", |(_, query)| query);
+        let query = query.split('#').next().unwrap_or_default();
+        let names = query.split('&').filter_map(|pair| pair.split('=').next());
+        if let Some(unknown) =
+            names.filter(|name| !name.is_empty()).find(|name| !PARAMETERS.contains(name))
+        {
+            return Err(AddressError::UnknownParameter(unknown.into()));
+        }
         if ["rediss", "valkeys"].contains(&server) {
             tls_is_possible(scheme)?;
         }
