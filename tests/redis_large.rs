@@ -54,14 +54,22 @@ fn name_of(key: StorageKey) -> String {
 async fn granted(store: &RedisStore, key: StorageKey) -> Lease {
     match store.claim(key, &claim()).await.unwrap() {
         ClaimOutcome::Acquired(lease) => lease,
-        other => panic!("{other:?}"),
+        other @ (ClaimOutcome::InFlight { .. }
+        | ClaimOutcome::Mismatch
+        | ClaimOutcome::Indeterminate(_)
+        | ClaimOutcome::Unreadable
+        | ClaimOutcome::Completed(_)) => panic!("{other:?}"),
     }
 }
 
 async fn replay(store: &RedisStore, key: StorageKey) -> Bytes {
     match store.claim(key, &claim()).await.unwrap() {
         ClaimOutcome::Completed(response) => response,
-        other => panic!("{other:?}"),
+        other @ (ClaimOutcome::InFlight { .. }
+        | ClaimOutcome::Mismatch
+        | ClaimOutcome::Indeterminate(_)
+        | ClaimOutcome::Unreadable
+        | ClaimOutcome::Acquired(_)) => panic!("{other:?}"),
     }
 }
 

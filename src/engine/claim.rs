@@ -218,7 +218,7 @@ impl Engine {
             };
             let pause = pause(tries);
             if !again || Instant::now() + pause >= deadline {
-                tracing::error!(key = %key.in_logs(), verb, tries, error = ?error, "the store gives no answer");
+                tracing::error!(key = %key.in_logs(), verb, tries, error = ?error, "the store does not do what it is asked");
                 return Err(error);
             }
             observe::call_again(verb);

@@ -47,7 +47,7 @@ use crate::fingerprint::Fingerprints;
 use crate::key::IdempotencyKey;
 use crate::mistakes::{Mistake, made};
 use crate::record::{Claim, Grant, Millis, RenewOutcome, Renewal, Verdict, Writes};
-use crate::response::StoredResponse;
+use crate::response::{StoredBody, StoredResponse};
 use crate::scope::{CallerId, DownstreamSeed, Identity, StorageKey};
 use crate::store::{Lease, Store};
 use crate::token::{Attempt, Fence};
@@ -561,6 +561,17 @@ impl<T> Conclusion<T> {
             Self::Ran(_, seen) => *seen,
             Self::NotStored(_) => Seen::NotStored,
             Self::Unprotected(_) => Seen::Unprotected,
+            Self::Replay(stored) if *stored.body() == StoredBody::NotKept => {
+                // Done, and the one who asks gets no answer: no replay, in the eyes of whoever counts.
+                let (status, location) = (stored.status(), None);
+                let kind = RejectionKind::ResultUnavailable { status, location };
+                return match call.policy.enforcement {
+                    Enforcement::Enforce => {
+                        observe::concluded(&kind, call.storage_key, elapsed);
+                    }
+                    Enforcement::Shadow => observe::shadowed(&kind),
+                };
+            }
             Self::Replay(_) => Seen::Replayed,
             Self::Reconciled(_) => Seen::Reconciled,
             Self::Refused(rejection) => {

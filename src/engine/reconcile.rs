@@ -126,13 +126,19 @@ impl Engine {
                 return Answered::StillUnknown;
             }
         };
-        observe::reconciled(if response.is_some() { "happened" } else { "nothing_happened" });
+        let what = if response.is_some() { "happened" } else { "nothing_happened" };
+        observe::reconciled(what);
         let terms = call.policy.terms;
         let resolution = Resolution { holder, attempt, finding, terms };
         let resolve = || self.0.store.resolve(call.storage_key, &resolution);
         match self.surely("resolve", call.storage_key, &call.policy, resolve).await {
             Ok(ResolveOutcome::Resolved) => {
-                tracing::info!(key, attempt = attempt.number(), "an unknown outcome is settled");
+                tracing::info!(
+                    key,
+                    attempt = attempt.number(),
+                    found = what,
+                    "an unknown outcome is settled by its hook"
+                );
                 Answered::Settled(response)
             }
             // Somebody else was first, or the attempt was alive after all.

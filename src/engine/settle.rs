@@ -23,9 +23,9 @@ const BACKGROUND_MIN: Duration = Duration::from_secs(120);
 /// How long after a server has gone on it may still find claims on lines that are closed: it reads
 /// them all in its first turns.
 const STRAGGLERS: Duration = Duration::from_secs(1);
-/// The longest pause of what goes on in the background. Within a lease it is tried three times: a claim
+/// The longest pause of what goes on in the background: a store that is back is found within a second. Within a lease it is tried three times: a claim
 /// that is done when a server goes on should be given back before its lease is over.
-const PATIENT_PAUSE_MAX: Duration = Duration::from_secs(5);
+const PATIENT_PAUSE_MAX: Duration = Duration::from_millis(800);
 
 fn in_background(policy: &Policy) -> Duration {
     policy.terms.lease.max(BACKGROUND_MIN)

@@ -278,7 +278,7 @@ fn advice(kind: &RejectionKind) -> Advice {
             code: "idempotency_outcome_unknown",
             title: "Outcome unknown",
             detail: text(
-                "An earlier request with this idempotency key was interrupted. It may have taken effect. Nothing will be executed for this key until the outcome is settled.",
+                "An earlier request with this idempotency key was interrupted. It may have taken effect. Nothing will be executed for this key until the outcome is settled: keep the key, do not use a new one, and ask the operator of this service, with the reference if there is one.",
             ),
             safe_new_key: false,
             retry: false,

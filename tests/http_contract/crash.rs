@@ -259,7 +259,7 @@ async fn case_127_if_the_answer_cannot_be_stored_the_client_still_gets_it_marked
     shop.send(&pay()).await.refused(409, "key_in_use");
     shop.ledger.expect(1);
     // Not renewed any more, so that the next one is not told to wait for nobody.
-    tokio::time::sleep(secs(120)).await;
+    tokio::time::sleep(secs(150)).await;
     shop.store.recover();
     shop.send(&pay()).await.refused(409, "outcome_unknown");
     shop.ledger.expect(1);

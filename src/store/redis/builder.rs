@@ -27,7 +27,7 @@ pub(super) const MAX_PREFIX: usize = 64;
 const LONGEST_WAIT: u64 = 1 << 31;
 
 /// Why a store could not be set up. The source of the error that is returned.
-#[derive(Debug, thiserror::Error)]
+#[derive(thiserror::Error)]
 pub(super) enum SetupError {
     #[error(transparent)]
     Address(#[from] AddressError),
@@ -51,6 +51,13 @@ pub(super) enum SetupError {
          on the keys of the prefix"
     )]
     Rights(Box<str>),
+}
+
+/// As it is displayed: programs whose `main` returns an error print it like this.
+impl fmt::Debug for SetupError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
 }
 
 impl SetupError {

@@ -232,6 +232,8 @@ impl RedisStore {
             }
         };
         self.try_the_others(key, &lease, &claim).await.map_err(explained)?;
+        // Once more, now that the server holds the scripts: they may have taken the last room.
+        self.check_server(operation, |call| call).await.map_err(explained)?;
         Ok(None)
     }
 
