@@ -278,9 +278,15 @@ impl Ledger {
         match &database {
             Database::Sqlite(pool) => sqlx::raw_sql(SQLITE).execute(pool).await.map(drop)?,
             Database::Postgres(pool) => {
-                let mut transaction = pool.begin().await?;
-                sqlx::raw_sql(POSTGRES).execute(&mut *transaction).await?;
-                transaction.commit().await?;
+                // Saying that an index exists takes a lock, and payments would wait for each start.
+                let present = sqlx::query_scalar(
+                    "SELECT to_regclass('payments') IS NOT NULL AND to_regclass('ledger_charge') IS NOT NULL",
+                );
+                if !answered(present.fetch_one(pool)).await? {
+                    let mut transaction = begin(pool).await?;
+                    answered(sqlx::raw_sql(POSTGRES).execute(&mut *transaction)).await?;
+                    answered(transaction.commit()).await?;
+                }
             }
         }
         Ok(Self { database, deduplicate })

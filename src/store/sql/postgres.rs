@@ -377,12 +377,42 @@ async fn connect(url: &str) -> Result<PgPool, StoreError> {
     }
 }
 
+/// What [`SCHEMA`] makes, as the connection's `search_path` finds it.
+const PRESENT: &str = "\
+    SELECT count(*) = 5 FROM unnest(ARRAY['idempotency_records', 'idempotency_records_expires_at', \
+           'idempotency_records_unsettled', 'idempotency_trail', 'idempotency_trail_noted_at']) AS name \
+     WHERE to_regclass(name) IS NOT NULL";
+/// Making an index waits for open payments, and new ones wait behind it: so it waits for this long at
+/// most, lets them pass, and comes again.
+const MIGRATION_STEP: &str = "BEGIN; SET LOCAL lock_timeout = 1000";
+const MIGRATION_PAUSE: Duration = Duration::from_secs(1);
+/// How often it comes again: about a minute of payments that are open all the time.
+const MIGRATION_TRIES: u32 = 30;
+
 async fn migrate(pool: &PgPool) -> Result<(), StoreError> {
-    let made = async {
-        let mut transaction = pool.begin().await?;
-        sqlx::raw_sql(MIGRATION_LOCK).execute(&mut *transaction).await?;
-        sqlx::raw_sql(SCHEMA).execute(&mut *transaction).await?;
-        transaction.commit().await
-    };
-    made.await.map_err(|error| not_done::<Postgres>("migrate", error))
+    let mut tries = 0;
+    loop {
+        tries += 1;
+        match migrate_once(pool).await {
+            Err(error) if weigh_of(&error) == Weight::Locked && tries < MIGRATION_TRIES => {
+                tokio::time::sleep(MIGRATION_PAUSE).await;
+            }
+            made => return made.map_err(|error| not_done::<Postgres>("migrate", error)),
+        }
+    }
+}
+
+fn weigh_of(error: &sqlx::Error) -> Weight {
+    super::weigh::<Postgres>(error)
+}
+
+async fn migrate_once(pool: &PgPool) -> sqlx::Result<()> {
+    // Even an index that exists is locked to say so, and payments would wait for each process that starts.
+    if sqlx::query_scalar(PRESENT).fetch_one(pool).await? {
+        return Ok(());
+    }
+    let mut transaction = pool.begin_with(MIGRATION_STEP).await?;
+    sqlx::raw_sql(MIGRATION_LOCK).execute(&mut *transaction).await?;
+    sqlx::raw_sql(SCHEMA).execute(&mut *transaction).await?;
+    transaction.commit().await
 }

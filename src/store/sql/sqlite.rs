@@ -261,8 +261,18 @@ async fn durable(pool: &SqlitePool) -> Result<(), StoreError> {
     Ok(())
 }
 
+/// What [`SCHEMA`] makes.
+const PRESENT: &str = "\
+    SELECT count(*) = 5 FROM sqlite_master \
+     WHERE name IN ('idempotency_records', 'idempotency_records_expires_at', \
+                    'idempotency_records_unsettled', 'idempotency_trail', 'idempotency_trail_noted_at')";
+
 async fn migrate(pool: &SqlitePool) -> Result<(), StoreError> {
     let made = async {
+        // Whoever writes waits for the one writer, whose payment may be long.
+        if sqlx::query_scalar(PRESENT).fetch_one(pool).await? {
+            return Ok(());
+        }
         let mut transaction = pool.begin_with(BEGIN).await?;
         sqlx::raw_sql(SCHEMA).execute(&mut *transaction).await?;
         transaction.commit().await
