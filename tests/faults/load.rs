@@ -25,8 +25,15 @@ fn seed() -> u64 {
     seed
 }
 
-const SOURCES: [&str; 5] =
-    ["tok_visa", "tok_slow_60", "tok_charge_then_slow_60", "tok_slow_150", "tok_unavailable_once"];
+const SOURCES: [&str; 6] = [
+    "tok_visa",
+    "tok_slow_60",
+    "tok_charge_then_slow_60",
+    "tok_slow_150",
+    "tok_unavailable_once",
+    // Its answer is written beside its record.
+    "tok_large_8",
+];
 const CLIENTS: usize = 8;
 
 /// Pays until there is a final answer. Servers come back elsewhere, so every try looks where they are now.
