@@ -16,12 +16,12 @@ use support::groups::{RedisCluster, slot_of};
 use support::load::Load;
 use support::redis::RedisServer;
 use support::store::{
-    CALL_TIMEOUT, claim, completion, granted, is_replay, may_be_sent_again, new_key, works,
+    CALL_TIMEOUT, claim, completion, granted, is_replay, may_be_sent_again, name_of, new_key, works,
 };
 use tower_idempotency::record::{ClaimOutcome, CompleteOutcome};
 use tower_idempotency::store::redis::Concern;
 use tower_idempotency::{
-    IdempotencyKey, Identity, KeySyntax, RedisStore, StorageKey, Store, StoreErrorKind,
+    IdempotencyKey, Identity, KeySyntax, Lease, RedisStore, StorageKey, Store, StoreErrorKind,
 };
 
 const SECONDS: Duration = Duration::from_secs(15);
@@ -148,6 +148,73 @@ async fn c20_slots_that_move_back_and_forth_under_load_let_no_key_run_twice() {
     println!("{moves} moves, {runs} keys, ASK {asked}, MOVED {moved}");
     assert!(asked > 0 && moved > 0 && runs > 50, "reached: ASK {asked}, MOVED {moved}, {runs}");
     works(&store).await;
+}
+
+/// How many keys of a slot a node has.
+fn keys_in(node: &RedisServer, slot: usize) -> usize {
+    node.cli(&["cluster", "getkeysinslot", &slot.to_string(), "100"]).lines().count()
+}
+
+/// A large answer takes a second key for a moment, beside its record. A slot that is open may have one of
+/// the two here and the other one there.
+#[tokio::test]
+async fn c20_a_large_answer_is_stored_once_and_whole_while_its_slot_is_open() {
+    const SLOT: usize = 7;
+    let cluster = RedisCluster::start(3, 0);
+    let patient = RedisStore::builder().call_timeout(Duration::from_secs(20));
+    let store = patient.connect(&cluster.url()).await.unwrap();
+    let (source, target) = (&cluster.nodes[0], &cluster.nodes[1]);
+    let answers = ["at the source", "moved under the handler", "at the target"];
+    let answers =
+        answers.map(|text| (key_in(&[SLOT]), text.repeat(64 << 10)[..64 << 10].to_owned()));
+    let [staying, moved, other_side] = &answers;
+    let (mut tried_again, mut asked) = (0, 0);
+    // How many answers of TRYAGAIN and ASK there were since this was called last.
+    let mut counted = || {
+        let now = (cluster.errors("TRYAGAIN"), cluster.errors("ASK"));
+        let since = (now.0 - tried_again, now.1 - asked);
+        (tried_again, asked) = now;
+        since
+    };
+    let complete = async |lease: &Lease, (key, answer): &(StorageKey, String)| {
+        // Sent once, and once more as after a lost reply.
+        for _ in 0..2 {
+            let stored = store.complete(lease, &completion(answer.as_bytes())).await.unwrap();
+            assert_eq!(stored, CompleteOutcome::Stored);
+        }
+        assert!(is_replay(&store.claim(*key, &claim()).await, answer.as_bytes()));
+    };
+
+    let lease = granted(&store, moved.0).await;
+    let of_staying = granted(&store, staying.0).await;
+    cluster.open_slot(SLOT, 0, 1);
+
+    // The record is here, and a new key has to go there.
+    assert_eq!(counted(), (0, 0));
+    complete(&of_staying, staying).await;
+    let (tried_again, asked) = counted();
+    assert!(tried_again >= 2 && asked >= 2, "reached: TRYAGAIN {tried_again}, ASK {asked}");
+    assert_eq!((keys_in(source, SLOT), keys_in(target, SLOT)), (2, 0));
+
+    let port = target.port().to_string();
+    let name = name_of(moved.0);
+    let done = source.cli(&["migrate", "127.0.0.1", &port, &name, "0", "5000"]);
+    assert_eq!(done, "OK");
+    complete(&lease, moved).await;
+    assert_eq!((keys_in(source, SLOT), keys_in(target, SLOT)), (1, 1));
+
+    let lease = granted(&store, other_side.0).await;
+    complete(&lease, other_side).await;
+    let (_, asked) = counted();
+    // A claim for one, two completions and a replay for each; a SET that asks beside them is counted, too.
+    assert!(asked >= 7, "reached: ASK {asked}");
+    assert_eq!((keys_in(source, SLOT), keys_in(target, SLOT)), (1, 2));
+
+    cluster.move_slot(SLOT, 0, 1);
+    assert_eq!((keys_in(source, SLOT), keys_in(target, SLOT)), (0, 3), "nothing stays beside");
+    for (key, answer) in &answers {
+        assert!(is_replay(&store.claim(*key, &claim()).await, answer.as_bytes()));
+    }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

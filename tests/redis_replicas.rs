@@ -7,6 +7,8 @@
 mod support;
 
 use std::error::Error as _;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use futures_util::future::join_all;
@@ -14,7 +16,7 @@ use support::redis::RedisServer;
 use support::relay::Relay;
 use support::store::{
     CALL_TIMEOUT, LIMIT, TERMS, WAYS, Way, claim, completion, connect_hasty, connect_waiting,
-    granted, is_replay, name_of, new_key, surely_completed, surely_granted, works,
+    granted, is_replay, name_of, new_key, recovers, surely_completed, surely_granted, works,
 };
 use tower_idempotency::record::{
     Claim, ClaimOutcome, CompleteOutcome, RenewOutcome, Renewal, Terms,
@@ -347,17 +349,34 @@ async fn c16_eviction_makes_keys_new_and_is_told_at_the_start() {
     works(&store).await;
 }
 
-#[tokio::test]
+/// How often a server has refused to write because it is a replica.
+fn readonly(server: &RedisServer) -> u64 {
+    let said = server.cli(&["info", "errorstats"]);
+    let count = said.lines().find_map(|line| line.strip_prefix("errorstat_READONLY:count="));
+    count.map_or(0, |count| count.trim().parse().unwrap())
+}
+
+/// Waits, while the load goes on, until a number has grown to this.
+async fn reaches(what: &str, goal: u64, number: impl Fn() -> u64) {
+    let deadline = Instant::now() + Duration::from_secs(30);
+    while number() < goal {
+        assert!(Instant::now() < deadline, "{what}: {} of {goal}", number());
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn c21_a_demoted_primary_is_left_for_the_promoted_one_under_load() {
     let (old, new) = pair(RedisServer::start());
     let address = Relay::to(old.port()).await;
     let url = format!("redis://127.0.0.1:{}/", address.port());
     let store = RedisStore::builder().call_timeout(CALL_TIMEOUT).connect(&url).await.unwrap();
+    let (stop, runs) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicU64::new(0)));
     let workers: Vec<_> = (0..8)
         .map(|_| {
-            let store = store.clone();
+            let (store, stop, runs) = (store.clone(), Arc::clone(&stop), Arc::clone(&runs));
             tokio::spawn(async move {
-                for _ in 0..60 {
+                while !stop.load(Ordering::SeqCst) {
                     let key = new_key();
                     let lease = surely_granted(&store, key, "through the change").await;
                     assert_eq!(lease.grant().attempt.number(), 1);
@@ -365,16 +384,25 @@ async fn c21_a_demoted_primary_is_left_for_the_promoted_one_under_load() {
                     let outcome = surely_completed(&store, &lease, "through the change").await;
                     let fits = [CompleteOutcome::Stored, CompleteOutcome::Restored];
                     assert!(fits.contains(&outcome), "{outcome:?}");
+                    runs.fetch_add(1, Ordering::SeqCst);
                 }
             })
         })
         .collect();
-    tokio::time::sleep(Duration::from_millis(30)).await;
+    let done = || runs.load(Ordering::SeqCst);
+    reaches("keys before the change", 50, done).await;
     promote(&new);
     old.cli(&["replicaof", "127.0.0.1", &new.port().to_string()]);
+    // The name leads to the old one for a while, as it does until a change has gone round.
+    reaches("calls that met the replica", 1, || readonly(&old)).await;
     address.lead_to(new.port());
+    let before = done();
+    // The eight that were under way, and as many others as to show that they go to the new one.
+    reaches("keys after the change", before + 200, done).await;
+    stop.store(true, Ordering::SeqCst);
     for worker in workers {
         worker.await.unwrap();
     }
-    works(&store).await;
+    println!("{} keys, READONLY {}", done(), readonly(&old));
+    recovers(&store, "after the change").await;
 }

@@ -29,24 +29,50 @@ fn rows(file: &str) -> Vec<(String, String)> {
     .collect()
 }
 
+/// What is wrong with these rows: no id may be missing or stand there twice, each has to name a test, and
+/// every test that is named has to be among these.
+fn faults(
+    rows: &[(String, String)],
+    ids: impl IntoIterator<Item = String>,
+    tests: &BTreeSet<String>,
+) -> Vec<String> {
+    let present: BTreeSet<_> = rows.iter().map(|(id, _)| id.clone()).collect();
+    let missing = ids.into_iter().filter(|id| !present.contains(id));
+    let mut faults: Vec<String> = missing.map(|id| format!("no row {id}")).collect();
+    if present.len() != rows.len() {
+        faults.push("an id stands there twice".to_owned());
+    }
+    for (id, cell) in rows {
+        let mut named = cell.split('`').skip(1).step_by(2).peekable();
+        if named.peek().is_none() {
+            faults.push(format!("{id} names no test"));
+        }
+        let absent = named.filter(|&name| !tests.contains(name));
+        faults.extend(absent.map(|name| format!("{id}: no test is named {name}")));
+    }
+    faults
+}
+
 fn check(file: &str, ids: impl IntoIterator<Item = String>) {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let mut all = BTreeSet::new();
     tests(&root.join("tests"), &mut all);
     tests(&root.join("src"), &mut all);
-    let rows = rows(file);
-    let present: BTreeSet<_> = rows.iter().map(|(id, _)| id.clone()).collect();
-    assert_eq!(present.len(), rows.len(), "{file}: an id stands there twice");
-    for id in ids {
-        assert!(present.contains(&id), "{file}: no row {id}");
-    }
-    for (id, cell) in rows {
-        let named: Vec<&str> = cell.split('`').skip(1).step_by(2).collect();
-        assert!(!named.is_empty() || cell.starts_with("not here:"), "{file}, {id}: no test");
-        for name in named {
-            assert!(all.contains(name), "{file}, {id}: no test is named {name}");
-        }
-    }
+    assert_eq!(faults(&rows(file), ids, &all), [""; 0], "{file}");
+}
+
+#[test]
+fn a_row_without_a_test_or_with_one_that_does_not_exist_is_found() {
+    let faults_of = |cells: &[(&str, &str)]| {
+        let rows = cells.iter().map(|&(id, cell)| (id.to_owned(), cell.to_owned()));
+        let tests = BTreeSet::from(["there".to_owned()]);
+        faults(&rows.collect::<Vec<_>>(), ["C1".to_owned()], &tests)
+    };
+    assert_eq!(faults_of(&[("C1", "`there` (of sorts)")]), [""; 0]);
+    assert_eq!(faults_of(&[]), ["no row C1"]);
+    assert_eq!(faults_of(&[("C1", "not here: elsewhere")]), ["C1 names no test"]);
+    assert_eq!(faults_of(&[("C1", "`there`, `gone`")]), ["C1: no test is named gone"]);
+    assert_eq!(faults_of(&[("C1", "`there`"), ("C1", "`there`")]), ["an id stands there twice"]);
 }
 
 #[test]

@@ -1,6 +1,8 @@
 //! C. Redis.
 
 use std::fs::{self, OpenOptions};
+use std::io::{Read as _, Write as _};
+use std::net::TcpStream;
 use std::time::Instant;
 
 use crate::history::{End, Promise};
@@ -52,12 +54,21 @@ async fn c2_a_claim_that_never_arrives_is_given_up_and_its_key_is_free() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn c3_a_claim_that_arrives_late_has_nobody_behind_it_and_runs_nothing() {
     let site = Site::start(&["--lease", "1"]).await;
+    let claims = || site.redis.calls_of("evalsha") + site.redis.calls_of("eval");
+    let before = claims();
     site.redis.stop();
     let answer = site.one.send(Call::pay("k", "tok_visa")).await;
     is(&answer, 503, "idempotency_store_unavailable");
     site.redis.cont();
-    // Free again by the release that follows the claim, or unknown: never two.
-    site.settled("k", "tok_visa").await;
+    let end = Instant::now() + ms(10_000);
+    while claims() == before {
+        assert!(Instant::now() < end, "the fault was never hit: no claim came late");
+        sleep(20).await;
+    }
+    assert_eq!(site.two.charges().await, 0, "nobody is behind it");
+    // Free again by the release that follows the claim.
+    is_paid(&site.settled("k", "tok_visa").await);
+    assert_eq!(site.two.charges().await, 1);
     site.check(Promise::AtMostOnce).await;
 }
 
@@ -161,6 +172,23 @@ async fn c8_a_slow_redis_refuses_within_bounds() {
     site.check(Promise::AtMostOnce).await;
 }
 
+/// Waits until a request holds a command that the server has and does not answer while writes are paused, and
+/// kills its connection.
+async fn kill_what_waits(site: &Site) {
+    let end = Instant::now() + ms(10_000);
+    loop {
+        let clients = site.redis.cli(&["client", "list", "type", "normal"]);
+        let waits = |line: &&str| line.contains(" flags=b ") && line.contains("cmd=eval");
+        if let Some(line) = clients.lines().find(waits) {
+            let id = line.split([' ', '=']).nth(1).unwrap();
+            assert_eq!(site.redis.cli(&["client", "kill", "id", id]), "1", "{line}");
+            return;
+        }
+        assert!(Instant::now() < end, "no kill hit a request: {clients}");
+        sleep(5).await;
+    }
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn c9_killed_and_refused_connections_lose_nothing() {
     let site = Site::start(&[]).await;
@@ -170,25 +198,39 @@ async fn c9_killed_and_refused_connections_lose_nothing() {
         site.redis.cli(&["client", "kill", "type", "normal"]);
         drop(running.await);
     }
-    site.redis.cli(&["config", "set", "maxclients", "1"]);
-    site.redis.cli(&["client", "kill", "type", "normal"]);
-    let refused = site.pay("refused", "tok_visa").await.unwrap().unwrap();
-    assert!(matches!(refused.status.as_u16(), 201 | 503), "{refused:?}");
-    // With one connection allowed, whoever holds it has to let go first.
-    let mut healed = false;
-    for _ in 0..100 {
-        let set = std::process::Command::new("redis-cli")
-            .args(["-p", &site.redis.port().to_string(), "config", "set", "maxclients", "1000"])
-            .output()
-            .unwrap();
-        healed = String::from_utf8_lossy(&set.stdout).starts_with("OK");
-        if healed {
-            break;
+    // Those may have hit nothing. These hit a claim, and a completion.
+    let sources = [("claim", "tok_visa", 0), ("completion", "tok_charge_then_slow_300", 1)];
+    for (key, source, charged) in sources {
+        let before = site.two.charges().await;
+        let pause = || site.redis.cli(&["client", "pause", "10000", "write"]);
+        if charged == 0 {
+            pause();
         }
-        site.proxy.cut();
-        sleep(20).await;
+        let running = site.pay(key, source);
+        if charged == 1 {
+            site.charged(before + 1).await;
+            pause();
+        }
+        kill_what_waits(&site).await;
+        site.redis.cli(&["client", "unpause"]);
+        drop(running.await);
+        is_paid(&site.settled(key, source).await);
     }
-    assert!(healed);
+    // The one connection that is allowed is this one.
+    let mut control = TcpStream::connect(("127.0.0.1", site.redis.port())).unwrap();
+    let mut say = |command: &str| {
+        control.write_all(format!("{command}\r\n").as_bytes()).unwrap();
+        let mut reply = [0; 64];
+        let length = control.read(&mut reply).unwrap();
+        String::from_utf8_lossy(&reply[..length]).into_owned()
+    };
+    assert_eq!(say("config set maxclients 1"), "+OK\r\n");
+    assert!(say("client kill type normal skipme yes").starts_with(':'));
+    let refused = site.pay("refused", "tok_visa").await.unwrap().unwrap();
+    is(&refused, 503, "idempotency_store_unavailable");
+    assert_eq!(say("config set maxclients 1000"), "+OK\r\n");
+    let stats = site.redis.cli(&["info", "stats"]);
+    assert!(!stats.contains("rejected_connections:0"), "the fault was never hit");
     for number in 0..10 {
         site.settled(&format!("kill-{number}"), "tok_slow_100").await;
     }

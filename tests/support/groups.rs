@@ -138,13 +138,20 @@ impl RedisCluster {
         self.nodes[node].cli(&["cluster", "myid"])
     }
 
-    /// Moves a slot with all its keys, as resharding tools do: some at a time, while clients go on.
-    pub fn move_slot(&self, slot: usize, from: usize, to: usize) {
-        let (source, target) = (&self.nodes[from], &self.nodes[to]);
+    /// Begins to move a slot: keys that are there stay, and new ones go to the node that takes it over.
+    pub fn open_slot(&self, slot: usize, from: usize, to: usize) {
         let (source_id, target_id) = (self.id(from), self.id(to));
         let slot = slot.to_string();
-        target.cli(&["cluster", "setslot", &slot, "importing", &source_id]);
-        source.cli(&["cluster", "setslot", &slot, "migrating", &target_id]);
+        self.nodes[to].cli(&["cluster", "setslot", &slot, "importing", &source_id]);
+        self.nodes[from].cli(&["cluster", "setslot", &slot, "migrating", &target_id]);
+    }
+
+    /// Moves a slot with all its keys, as resharding tools do: some at a time, while clients go on.
+    pub fn move_slot(&self, slot: usize, from: usize, to: usize) {
+        self.open_slot(slot, from, to);
+        let (source, target) = (&self.nodes[from], &self.nodes[to]);
+        let target_id = self.id(to);
+        let slot = slot.to_string();
         loop {
             let keys = source.cli(&["cluster", "getkeysinslot", &slot, "20"]);
             if keys.is_empty() {
