@@ -15,7 +15,7 @@ use crate::engine::{Ran, Settle, observe};
 use crate::error::{Rejection, RejectionKind};
 use crate::mistakes::{Mistake, made};
 use crate::record::{Verdict, Writes};
-use crate::response::StoredResponse;
+use crate::response::{NO_EFFECT, StoredResponse, mark_final};
 use crate::scope::StorageKey;
 
 /// What a handler's run gives to whoever asked.
@@ -83,15 +83,6 @@ pub(super) fn referenced<B>(
     }
 }
 
-/// Statuses that a handler answers before it does anything.
-const NO_EFFECT: [StatusCode; 5] = [
-    StatusCode::UNAUTHORIZED,
-    StatusCode::FORBIDDEN,
-    StatusCode::PROXY_AUTHENTICATION_REQUIRED,
-    StatusCode::TOO_EARLY,
-    StatusCode::TOO_MANY_REQUESTS,
-];
-
 /// Media types of bodies that may never end.
 const STREAMS: [&[u8]; 4] = [
     b"text/event-stream",
@@ -122,7 +113,7 @@ where
             answer_once(head, ResponseBody::passed(body), writes, advised)
         }
         Judgement::Keep(writes) => {
-            problem::mark_final(head.status, &mut head.headers);
+            mark_final(head.status, &mut head.headers);
             match read(body, config.response_limit, config.response_timeout).await {
                 Read::Whole(bytes) => {
                     // How the body is framed is made anew from the bytes, here and in every
@@ -257,7 +248,7 @@ fn keep_head<B, E>(
     body: ResponseBody<B>,
     writes: Writes,
 ) -> Ran<Answer<B, E>> {
-    let advised = !problem::mark_final(head.status, &mut head.headers);
+    let advised = !mark_final(head.status, &mut head.headers);
     let stored = StoredResponse::without_body(&head);
     ran(Settle::Complete { response: stored.encode(), writes }, head, body, advised)
 }

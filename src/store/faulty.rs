@@ -10,8 +10,8 @@ use tokio::sync::watch;
 use tokio::time::sleep;
 
 use super::{
-    AuditCursor, AuditStep, Inspect, Lease, Listing, LogId, Sight, Store, StoreFuture, TrailEntry,
-    Wanted,
+    AuditCursor, AuditStep, Inspect, Lease, Listing, LogId, Sealing, Sight, Store, StoreFuture,
+    TrailEntry, Wanted,
 };
 use crate::error::{StoreError, StoreErrorKind};
 use crate::record::{
@@ -19,6 +19,7 @@ use crate::record::{
     ReleaseOutcome, RenewOutcome, Renewal, Resolution, ResolveOutcome,
 };
 use crate::scope::StorageKey;
+use crate::token::HolderId;
 
 /// A store around another one, whose calls go wrong as a test orders.
 ///
@@ -375,6 +376,10 @@ impl<S: Inspect> Inspect for Faulty<S> {
     fn trail(&self, at_most: u32) -> StoreFuture<'_, Vec<TrailEntry>> {
         self.inner.store.trail(at_most)
     }
+
+    fn sealing(&self, key: StorageKey, holder: HolderId) -> Sealing {
+        self.inner.store.sealing(key, holder)
+    }
 }
 
 #[cfg(test)]
@@ -383,7 +388,6 @@ mod tests {
     use crate::fingerprint::{Fingerprint, Fingerprints, RecipeId};
     use crate::record::{Effects, OnExpired, Terms};
     use crate::store::MemoryStore;
-    use crate::token::HolderId;
 
     const KEY: StorageKey = StorageKey::from_bytes([7; 24]);
 

@@ -10,7 +10,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use bytes::Bytes;
 use tokio::time::Instant;
 
-use super::inspect::TRAIL_LENGTH;
+use super::inspect::{NoPage, TRAIL_LENGTH};
 use super::{
     AuditCursor, AuditStep, Contents, Entry, Inspect, Lease, Listing, LogId, Page, Sight, Source,
     Store, StoreFuture, TrailEntry, Wanted,
@@ -343,6 +343,9 @@ impl Inspect for MemoryStore {
             (i64::try_from(since).unwrap_or(i64::MAX), entry.key)
         };
         let after = wanted.after.as_ref().and_then(Page::place);
+        if wanted.after.is_some() && after.is_none() {
+            return Box::pin(ready(Err(NoPage::of(self.name()))));
+        }
         let alive = records.by_key.iter().filter(|(_, slot)| slot.expires > now);
         let mut entries: Vec<Entry> = alive
             .map(|(&key, slot)| Entry { key, sighting: slot.record.sighting() })
