@@ -448,7 +448,7 @@ impl ConfigBuilder {
     }
 
     /// How many keys one caller may have in flight in this process; a request with one more is refused with 429
-    /// before its key is claimed. Requests with one key count once. Layers of one engine count together, and
+    /// before its key is claimed, also if there is a stored answer under it: the store is not asked. Requests with one key count once. Layers of one engine count together, and
     /// handlers count to their end, also when their clients have left. Without a limit where the scope is
     /// [global](Scope::global), unless it is set.
     pub fn in_flight_per_caller(mut self, keys: usize) -> Self {
