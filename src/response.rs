@@ -6,8 +6,6 @@ use http::{StatusCode, response};
 use prost::Message;
 use prost::encoding::{WireType, encode_key, encode_varint, encoded_len_varint};
 
-use crate::config::STRIPE_SHOULD_RETRY;
-
 /// An answer as it is kept for replays: status, the headers that belong to the result, the body.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct StoredResponse {
@@ -39,25 +37,6 @@ pub enum CodecError {
     /// The bytes are damaged.
     #[error("the stored response is damaged")]
     Damaged(#[source] Option<prost::DecodeError>),
-}
-
-/// Statuses that a handler answers before it does anything. They are not stored.
-pub(crate) const NO_EFFECT: [StatusCode; 5] = [
-    StatusCode::UNAUTHORIZED,
-    StatusCode::FORBIDDEN,
-    StatusCode::PROXY_AUTHENTICATION_REQUIRED,
-    StatusCode::TOO_EARLY,
-    StatusCode::TOO_MANY_REQUESTS,
-];
-
-/// Marks a stored server error as final, whatever the handler says: SDKs must not retry what will
-/// only be replayed. True if it was marked.
-pub(crate) fn mark_final(status: StatusCode, headers: &mut HeaderMap) -> bool {
-    let mark = status.is_server_error();
-    if mark {
-        headers.insert(STRIPE_SHOULD_RETRY, HeaderValue::from_static("false"));
-    }
-    mark
 }
 
 /// The version that this release writes.
@@ -119,11 +98,10 @@ impl StoredResponse {
         &self.body
     }
 
-    /// With the mark of a server error that will not be retried, if it is one.
+    /// The headers, for marks that are the layer's.
     #[cfg(feature = "admin")]
-    pub(crate) fn into_final(mut self) -> Self {
-        mark_final(self.status, &mut self.headers);
-        self
+    pub(crate) fn headers_mut(&mut self) -> &mut HeaderMap {
+        &mut self.headers
     }
 
     /// Takes the response apart.

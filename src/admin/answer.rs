@@ -1,9 +1,8 @@
 //! What an operation may be settled with: nothing that the layer would not have stored itself.
 
-use http::StatusCode;
-
 use crate::config::BODY_LIMIT;
-use crate::response::{NO_EFFECT, StoredBody, StoredResponse};
+use crate::middleware::{is_bodiless, is_never_stored, mark_final};
+use crate::response::{StoredBody, StoredResponse};
 
 /// The longest body that an operation is settled with: what the layer keeps unless told otherwise
 /// ([`ConfigBuilder::response_limit`](crate::ConfigBuilder::response_limit)).
@@ -35,32 +34,33 @@ pub enum AnswerError {
 }
 
 /// The answer as it is stored, if it can be.
-pub(super) fn checked(response: StoredResponse) -> Result<StoredResponse, AnswerError> {
+pub(super) fn checked(mut response: StoredResponse) -> Result<StoredResponse, AnswerError> {
     let status = response.status();
     let number = status.as_u16();
     if !(200..600).contains(&number) {
         return Err(AnswerError::Status(number));
     }
-    if NO_EFFECT.contains(&status) || status == StatusCode::REQUEST_TIMEOUT {
+    if is_never_stored(status) {
         return Err(AnswerError::NeverStored(number));
     }
     let length = match response.body() {
         StoredBody::Kept(body) => body.len(),
         StoredBody::NotKept => 0,
     };
-    let bare = [StatusCode::NO_CONTENT, StatusCode::RESET_CONTENT, StatusCode::NOT_MODIFIED];
-    if length > 0 && bare.contains(&status) {
+    if length > 0 && is_bodiless(status) {
         return Err(AnswerError::BodyNotAllowed(number));
     }
     if length > LONGEST_BODY {
         return Err(AnswerError::TooLong { length, max: LONGEST_BODY });
     }
-    Ok(response.into_final())
+    mark_final(status, response.headers_mut());
+    Ok(response)
 }
 
 #[cfg(test)]
 mod tests {
     use bytes::Bytes;
+    use http::StatusCode;
 
     use super::*;
     use crate::response::HeaderRules;

@@ -14,8 +14,8 @@ use super::time::rfc3339;
 use crate::config::{RETENTION, RETENTION_MAX};
 use crate::error::{StoreError, StoreErrorKind};
 use crate::record::{
-    Current, Finding, Forget, ForgetOutcome, Millis, Record, Resolution, ResolveOutcome, Seen,
-    Sighting, State, Terms,
+    Amend, Current, Finding, Forget, ForgetOutcome, Millis, Record, Resolution, ResolveOutcome,
+    Seen, Sighting, State, Terms,
 };
 use crate::response::{CodecError, StoredResponse};
 use crate::scope::StorageKey;
@@ -35,6 +35,14 @@ pub struct Operator {
     store: Arc<dyn Inspect>,
     retention: Duration,
     seals: Seals,
+    replaces: Replaces,
+}
+
+/// Whether an answer that cannot be read here may be replaced.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+enum Replaces {
+    Nothing,
+    Unreadable,
 }
 
 /// Whether an answer is settled only where it is sealed as the service seals its own.
@@ -168,6 +176,16 @@ impl Shown {
     }
 }
 
+impl Shown {
+    /// True if there is an answer, and it cannot be opened or decoded here.
+    fn is_answered_unreadably(&self) -> bool {
+        let Some(Record { state: State::Completed { .. }, .. }) = self.record() else {
+            return false;
+        };
+        self.contents() == Contents::Sealed || self.response().is_err()
+    }
+}
+
 /// Names a change in the trail and in the log.
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
 pub struct ChangeId([u8; 16]);
@@ -293,7 +311,12 @@ impl Operator {
     /// `Protected` around it if there is one: what is settled must be sealed as other answers are.
     #[must_use]
     pub fn new(store: impl Inspect) -> Self {
-        Self { store: Arc::new(store), retention: RETENTION, seals: Seals::Compared }
+        Self {
+            store: Arc::new(store),
+            retention: RETENTION,
+            seals: Seals::Compared,
+            replaces: Replaces::Nothing,
+        }
     }
 
     /// How long a record is kept at least that is settled, from then on. What is left of its time is never
@@ -310,6 +333,14 @@ impl Operator {
     #[must_use]
     pub fn without_seal_check(mut self) -> Self {
         self.seals = Seals::Ignored;
+        self
+    }
+
+    /// Settles as done also what is completed with an answer that cannot be opened or decoded here: for who knows
+    /// that no process of the service can read it, and what it should have been.
+    #[must_use]
+    pub fn replacing_unreadable(mut self) -> Self {
+        self.replaces = Replaces::Unreadable;
         self
     }
 
@@ -481,16 +512,32 @@ impl Operator {
         if runs {
             return Err(OperatorError::InFlight(sighting.at.since(now)));
         }
-        if matches!(change.kind, Kind::Settle(_)) && !sighting.can_be_settled(now) {
+        let done = matches!(change.kind, Kind::Settle(Settlement::Done(_)));
+        let replaced =
+            done && self.replaces == Replaces::Unreadable && shown.is_answered_unreadably();
+        if matches!(change.kind, Kind::Settle(_)) && !sighting.can_be_settled(now) && !replaced {
             return Err(OperatorError::NotUnknown);
         }
-        if matches!(change.kind, Kind::Settle(Settlement::Done(_)))
-            && self.seals == Seals::Compared
-            && self.store.sealing(shown.key, record.holder) == Sealing::Foreign
-        {
+        if done && self.seals == Seals::Compared && !self.fits(shown.key, record, replaced) {
             return Err(OperatorError::Sealed);
         }
         Ok(Seen::Record(sighting))
+    }
+
+    /// Whether the answer would be sealed as the record's service seals its own.
+    fn fits(&self, key: StorageKey, record: &Record, replaced: bool) -> bool {
+        match &record.state {
+            // Whoever settled it before has taken the holder out of it.
+            State::Completed { response, .. } if replaced && record.holder == HolderId::NOBODY => {
+                !Sealing::is_sealed(response)
+            }
+            State::Completed { .. }
+            | State::InFlight { .. }
+            | State::Open { .. }
+            | State::Indeterminate { .. } => {
+                self.store.sealing(key, record.holder) == Sealing::Fits
+            }
+        }
     }
 
     async fn resolve(
@@ -506,8 +553,16 @@ impl Operator {
         };
         let Record { holder, attempt, .. } = *record;
         let terms = Terms { lease: retention, retention, unknown_retention: retention };
-        let resolution = Resolution { holder, attempt, finding, terms };
-        let (resolved, _) = surely(|| self.store.resolve(shown.key, &resolution)).await?;
+        let (resolved, _) = match finding {
+            Finding::Happened(response) if matches!(record.state, State::Completed { .. }) => {
+                let amend = Amend { seen: record.sighting(), response, terms };
+                surely(|| self.store.amend(shown.key, &amend)).await?
+            }
+            finding @ (Finding::Happened(_) | Finding::NothingHappened) => {
+                let resolution = Resolution { holder, attempt, finding, terms };
+                surely(|| self.store.resolve(shown.key, &resolution)).await?
+            }
+        };
         match resolved {
             ResolveOutcome::Resolved => Ok(()),
             ResolveOutcome::Changed => Err(OperatorError::Changed),

@@ -15,7 +15,7 @@ use crate::engine::{Ran, Settle, observe};
 use crate::error::{Rejection, RejectionKind};
 use crate::mistakes::{Mistake, made};
 use crate::record::{Verdict, Writes};
-use crate::response::{NO_EFFECT, StoredResponse, mark_final};
+use crate::response::StoredResponse;
 use crate::scope::StorageKey;
 
 /// What a handler's run gives to whoever asked.
@@ -83,6 +83,27 @@ pub(super) fn referenced<B>(
     }
 }
 
+/// Statuses that a handler answers before it does anything.
+const NO_EFFECT: [StatusCode; 5] = [
+    StatusCode::UNAUTHORIZED,
+    StatusCode::FORBIDDEN,
+    StatusCode::PROXY_AUTHENTICATION_REQUIRED,
+    StatusCode::TOO_EARLY,
+    StatusCode::TOO_MANY_REQUESTS,
+];
+
+/// True for what is not stored of any answer: it says that nothing was done, or nothing at all.
+#[cfg(feature = "admin")]
+pub(crate) fn is_never_stored(status: StatusCode) -> bool {
+    NO_EFFECT.contains(&status) || status == StatusCode::REQUEST_TIMEOUT
+}
+
+/// True for answers that have no body (RFC 9110, 15.3.5, 15.3.6, 15.4.5).
+#[cfg(feature = "admin")]
+pub(crate) fn is_bodiless(status: StatusCode) -> bool {
+    [StatusCode::NO_CONTENT, StatusCode::RESET_CONTENT, StatusCode::NOT_MODIFIED].contains(&status)
+}
+
 /// Media types of bodies that may never end.
 const STREAMS: [&[u8]; 4] = [
     b"text/event-stream",
@@ -113,7 +134,7 @@ where
             answer_once(head, ResponseBody::passed(body), writes, advised)
         }
         Judgement::Keep(writes) => {
-            mark_final(head.status, &mut head.headers);
+            problem::mark_final(head.status, &mut head.headers);
             match read(body, config.response_limit, config.response_timeout).await {
                 Read::Whole(bytes) => {
                     // How the body is framed is made anew from the bytes, here and in every
@@ -248,7 +269,7 @@ fn keep_head<B, E>(
     body: ResponseBody<B>,
     writes: Writes,
 ) -> Ran<Answer<B, E>> {
-    let advised = !mark_final(head.status, &mut head.headers);
+    let advised = !problem::mark_final(head.status, &mut head.headers);
     let stored = StoredResponse::without_body(&head);
     ran(Settle::Complete { response: stored.encode(), writes }, head, body, advised)
 }

@@ -200,6 +200,16 @@ fn original(kind: &RejectionKind) -> (Option<u16>, Option<&HeaderValue>) {
     }
 }
 
+/// Marks a stored server error as final, whatever the handler says: SDKs must not retry what will
+/// only be replayed. True if it was marked.
+pub(crate) fn mark_final(status: StatusCode, headers: &mut HeaderMap) -> bool {
+    let mark = status.is_server_error();
+    if mark {
+        headers.insert(STRIPE_SHOULD_RETRY, flag(false));
+    }
+    mark
+}
+
 /// Marks a server error as worth a retry: nothing of it is left.
 pub(super) fn mark_retry(status: StatusCode, headers: &mut HeaderMap) {
     if status.is_server_error() {

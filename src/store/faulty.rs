@@ -15,7 +15,7 @@ use super::{
 };
 use crate::error::{StoreError, StoreErrorKind};
 use crate::record::{
-    Claim, ClaimOutcome, CompleteOutcome, Completion, Forget, ForgetOutcome, Release,
+    Amend, Claim, ClaimOutcome, CompleteOutcome, Completion, Forget, ForgetOutcome, Release,
     ReleaseOutcome, RenewOutcome, Renewal, Resolution, ResolveOutcome,
 };
 use crate::scope::StorageKey;
@@ -73,13 +73,15 @@ pub enum Verb {
     Look,
     /// [`Inspect::forget`].
     Forget,
+    /// [`Inspect::amend`].
+    Amend,
     /// [`Inspect::note`].
     Note,
 }
 
 impl Verb {
     /// All of them.
-    pub const ALL: [Self; 9] = [
+    pub const ALL: [Self; 10] = [
         Self::Claim,
         Self::Renew,
         Self::Complete,
@@ -88,6 +90,7 @@ impl Verb {
         Self::Ready,
         Self::Look,
         Self::Forget,
+        Self::Amend,
         Self::Note,
     ];
 
@@ -101,6 +104,7 @@ impl Verb {
             Self::Ready => "ready",
             Self::Look => "look",
             Self::Forget => "forget",
+            Self::Amend => "amend",
             Self::Note => "note",
         }
     }
@@ -350,6 +354,11 @@ impl<S: Inspect> Inspect for Faulty<S> {
     fn forget<'a>(&'a self, key: StorageKey, forget: &'a Forget) -> StoreFuture<'a, ForgetOutcome> {
         let call = async move { self.inner.store.forget(key, forget).await };
         Box::pin(self.run(Verb::Forget, call))
+    }
+
+    fn amend<'a>(&'a self, key: StorageKey, amend: &'a Amend) -> StoreFuture<'a, ResolveOutcome> {
+        let call = async move { self.inner.store.amend(key, amend).await };
+        Box::pin(self.run(Verb::Amend, call))
     }
 
     fn list<'a>(&'a self, wanted: &'a Wanted) -> StoreFuture<'a, Listing> {

@@ -6,7 +6,9 @@ use std::time::Duration;
 
 use super::{Sealing, Store, StoreFuture};
 use crate::error::{StoreError, StoreErrorKind};
-use crate::record::{Current, Forget, ForgetOutcome, Millis, Record, Sighting, Standing};
+use crate::record::{
+    Amend, Current, Forget, ForgetOutcome, Millis, Record, ResolveOutcome, Sighting, Standing,
+};
 use crate::scope::StorageKey;
 use crate::token::HolderId;
 
@@ -27,6 +29,9 @@ pub trait Inspect: Store {
 
     /// Removes a record; see [`record::forget`](crate::record::forget).
     fn forget<'a>(&'a self, key: StorageKey, forget: &'a Forget) -> StoreFuture<'a, ForgetOutcome>;
+
+    /// Puts an answer in the place of one that nobody can read; see [`record::amend`](crate::record::amend).
+    fn amend<'a>(&'a self, key: StorageKey, amend: &'a Amend) -> StoreFuture<'a, ResolveOutcome>;
 
     /// Lists records that nobody has settled, oldest first as far as the store can tell. Bounded: it never
     /// reads all records, but an index. What is no page of this store is refused.
@@ -331,6 +336,10 @@ impl<S: Inspect + ?Sized> Inspect for Arc<S> {
 
     fn forget<'a>(&'a self, key: StorageKey, forget: &'a Forget) -> StoreFuture<'a, ForgetOutcome> {
         (**self).forget(key, forget)
+    }
+
+    fn amend<'a>(&'a self, key: StorageKey, amend: &'a Amend) -> StoreFuture<'a, ResolveOutcome> {
+        (**self).amend(key, amend)
     }
 
     fn list<'a>(&'a self, wanted: &'a Wanted) -> StoreFuture<'a, Listing> {

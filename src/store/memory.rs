@@ -17,9 +17,9 @@ use super::{
 };
 use crate::error::{ConfigError, StoreError, StoreErrorKind};
 use crate::record::{
-    self, Change, Claim, ClaimOutcome, CompleteOutcome, Completion, Current, Expires, Forget,
-    ForgetOutcome, Millis, Record, Release, ReleaseOutcome, RenewOutcome, Renewal, Resolution,
-    ResolveOutcome, State, Step,
+    self, Amend, Change, Claim, ClaimOutcome, CompleteOutcome, Completion, Current, Expires,
+    Forget, ForgetOutcome, Millis, Record, Release, ReleaseOutcome, RenewOutcome, Renewal,
+    Resolution, ResolveOutcome, State, Step,
 };
 use crate::scope::StorageKey;
 
@@ -333,6 +333,10 @@ impl Inspect for MemoryStore {
     fn forget<'a>(&'a self, key: StorageKey, forget: &'a Forget) -> StoreFuture<'a, ForgetOutcome> {
         let verb = |current, now| record::forget(&current, now, forget);
         Self::answer("forget", self.step(key, verb))
+    }
+
+    fn amend<'a>(&'a self, key: StorageKey, amend: &'a Amend) -> StoreFuture<'a, ResolveOutcome> {
+        Self::answer("amend", self.step(key, |current, now| record::amend(current, now, amend)))
     }
 
     fn list<'a>(&'a self, wanted: &'a Wanted) -> StoreFuture<'a, Listing> {

@@ -26,13 +26,14 @@ use super::{
     StoreFuture, TrailEntry, Wanted, seal,
 };
 use crate::record::{
-    Claim, ClaimOutcome, CompleteOutcome, Completion, Current, Finding, Forget, ForgetOutcome,
-    Release, ReleaseOutcome, RenewOutcome, Renewal, Resolution, ResolveOutcome, State,
+    Amend, Claim, ClaimOutcome, CompleteOutcome, Completion, Current, Finding, Forget,
+    ForgetOutcome, Release, ReleaseOutcome, RenewOutcome, Renewal, Resolution, ResolveOutcome,
+    State,
 };
 use crate::scope::StorageKey;
 use crate::token::HolderId;
 
-const VERSION: u8 = 0xE1;
+const VERSION: u8 = seal::VERSION;
 const NONCE_LENGTH: usize = 12;
 const HEADER_LENGTH: usize = 1 + 4 + NONCE_LENGTH;
 
@@ -166,6 +167,14 @@ enum Kind {
     Response = 1,
     Checkpoint = 2,
     Holder = 3,
+}
+
+/// The same for the same text, so that what is sent again is recognised.
+fn digest(text: &[u8]) -> [u8; 16] {
+    let digest: [u8; 32] = Sha256::digest(text).into();
+    let mut short = [0; 16];
+    short.copy_from_slice(&digest[..16]);
+    short
 }
 
 /// The bytes of a holder that only who has the key can make.
@@ -395,6 +404,15 @@ impl<S: Inspect> Inspect for Protected<S> {
 
     fn forget<'a>(&'a self, key: StorageKey, forget: &'a Forget) -> StoreFuture<'a, ForgetOutcome> {
         self.store.forget(key, forget)
+    }
+
+    fn amend<'a>(&'a self, key: StorageKey, amend: &'a Amend) -> StoreFuture<'a, ResolveOutcome> {
+        Box::pin(async move {
+            // Under a holder of its own: what was sealed for the last one may have been another text.
+            let of = HolderId::from_bytes(digest(&amend.response));
+            let response = self.keys.seal(Kind::Response, key, of, &amend.response);
+            self.store.amend(key, &Amend { response, ..amend.clone() }).await
+        })
     }
 
     fn list<'a>(&'a self, wanted: &'a Wanted) -> StoreFuture<'a, Listing> {

@@ -30,7 +30,17 @@ pub enum Sealing {
     Foreign,
 }
 
+/// What sealed bytes begin with: no version of an unprotected response.
+#[cfg(any(feature = "admin", feature = "protect"))]
+pub(super) const VERSION: u8 = 0xE1;
+
 impl Sealing {
+    /// True for bytes that are sealed, by whatever key.
+    #[cfg(feature = "admin")]
+    pub(crate) fn is_sealed(bytes: &[u8]) -> bool {
+        bytes.first() == Some(&VERSION)
+    }
+
     /// In a store that seals nothing.
     #[must_use]
     pub fn without_key(key: StorageKey, holder: HolderId) -> Self {

@@ -187,6 +187,43 @@ async fn an_answer_that_its_service_could_not_open_settles_nothing() {
 }
 
 #[tokio::test]
+async fn an_answer_that_nobody_can_read_is_replaced_if_somebody_says_so() {
+    let inner = Arc::new(MemoryStore::new());
+    let keys = |n| ProtectionKeys::new(ProtectionKeyId::from_number(n), &[n as u8; 32]);
+    let service = Arc::new(Protected::new(Arc::clone(&inner), keys(1)));
+    let key = unknown(&*service, "k").await;
+    // As an operator without the key left it.
+    let blind = Operator::new(Arc::clone(&inner)).without_seal_check();
+    let seen = version(&blind, key).await;
+    let done = |body| Settlement::Done(answer(201, body));
+    blind.settle(key, seen, done("plain"), by("x")).await.unwrap();
+    let claim = claim_for(TERMS.lease);
+    assert!(matches!(service.claim(key, &claim).await.unwrap(), ClaimOutcome::Unreadable));
+
+    let operator = Operator::new(Arc::clone(&service));
+    let seen = version(&operator, key).await;
+    let refused = operator.settle(key, seen, done("paid"), by("x")).await.unwrap_err();
+    assert_eq!(refused.code(), "not_unknown", "it was not said that it should be replaced");
+    let replacing = operator.clone().replacing_unreadable();
+    let not_applied = replacing.settle(key, seen, Settlement::NotApplied, by("x")).await;
+    assert_eq!(not_applied.unwrap_err().code(), "not_unknown", "its retry would run");
+    replacing.settle(key, seen, done("paid"), by("x")).await.unwrap();
+    let ClaimOutcome::Completed(replayed) = service.claim(key, &claim).await.unwrap() else {
+        panic!("the service can read it")
+    };
+    assert_eq!(StoredResponse::decode(replayed).unwrap(), answer(201, "paid"));
+    let again = replacing.settle(key, seen, done("other"), by("x")).await.unwrap_err();
+    assert_eq!(again.code(), "changed");
+    let seen = version(&replacing, key).await;
+    let readable = replacing.settle(key, seen, done("other"), by("x")).await.unwrap_err();
+    assert_eq!(readable.code(), "not_unknown", "what can be read is an answer");
+    // What another key sealed may be readable to the service.
+    let stranger = Operator::new(Protected::new(inner, keys(2))).replacing_unreadable();
+    let sealed = stranger.settle(key, seen, done("other"), by("x")).await.unwrap_err();
+    assert_eq!(sealed.code(), "sealed");
+}
+
+#[tokio::test]
 async fn a_change_names_what_was_seen_or_is_not_made() {
     let store = Arc::new(MemoryStore::new());
     let operator = Operator::new(Arc::clone(&store));

@@ -107,6 +107,9 @@ pub async fn run(flags: &Flags) -> Result<(), Failure> {
     if let Some(retention) = retention(&flags.command) {
         operator = operator.retention(retention);
     }
+    if let Command::Settle(Settle::Done { replace_unreadable: true, .. }) = &flags.command {
+        operator = operator.replacing_unreadable();
+    }
     if flags.no_seal_check {
         operator = operator.without_seal_check();
     }

@@ -124,6 +124,10 @@ pub enum Settle {
         /// The file of the answer's body; `-` is standard input.
         #[arg(long, value_name = "FILE")]
         body_file: Option<PathBuf>,
+        /// Also if it is completed, with an answer that cannot be read here: for who knows that the service cannot
+        /// read it either.
+        #[arg(long)]
+        replace_unreadable: bool,
         /// How long the record is kept at least, for example `30d` [default: 24h]. What is left of its time is never
         /// shortened.
         #[arg(long, value_name = "TIME", value_parser = length)]

@@ -22,7 +22,8 @@ use super::script::{self, Looked};
 use super::{NAME, RedisStore, Verb};
 use crate::error::{StoreError, StoreErrorKind};
 use crate::record::{
-    Current, Forget, ForgetOutcome, HEADER_LENGTH, Millis, Sighting, Standing, Unreadable,
+    Amend, Current, Forget, ForgetOutcome, HEADER_LENGTH, Millis, ResolveOutcome, Sighting,
+    Standing, Unreadable,
 };
 use crate::scope::StorageKey;
 use crate::store::inspect::{LOOKS_PER_PAGE, NoPage, TRAIL_LENGTH};
@@ -520,6 +521,16 @@ impl Inspect for RedisStore {
             let unreadable = ForgetOutcome::Unreadable;
             let verb = Verb::new("forget", Urgency::Ordinary, unreadable, script::forgotten)
                 .holding_if(|outcome| *outcome == ForgetOutcome::Forgotten);
+            self.run(verb, &call).await
+        })
+    }
+
+    fn amend<'a>(&'a self, key: StorageKey, amend: &'a Amend) -> StoreFuture<'a, ResolveOutcome> {
+        Box::pin(async move {
+            let call = script::amend(&self.name(key), amend).waiting(self.0.wait);
+            let unreadable = ResolveOutcome::Unreadable;
+            let verb = Verb::new("amend", Urgency::Ordinary, unreadable, script::amended)
+                .holding_if(|outcome| *outcome == ResolveOutcome::Resolved);
             self.run(verb, &call).await
         })
     }

@@ -9,7 +9,7 @@ use super::lease::LeaseCore;
 use super::session::{Session, bounded};
 use super::{Backend, Lock, maybe_done, not_done};
 use crate::error::StoreError;
-use crate::record::{self, Forget, ForgetOutcome, Millis, Sighting};
+use crate::record::{self, Amend, Forget, ForgetOutcome, Millis, ResolveOutcome, Sighting};
 use crate::scope::StorageKey;
 use crate::store::inspect::{LOOKS_PER_PAGE, NoPage};
 use crate::store::{
@@ -204,6 +204,15 @@ impl<DB: Inspected> LeaseCore<DB> {
         self.run("forget", key, verb).await
     }
 
+    pub(super) async fn amend(
+        &self,
+        key: StorageKey,
+        amend: Amend,
+    ) -> Result<ResolveOutcome, StoreError> {
+        let verb = Box::new(move |current, now| record::amend(current, now, &amend));
+        self.run("amend", key, verb).await
+    }
+
     pub(super) async fn list(&self, wanted: &Wanted) -> Result<Listing, StoreError> {
         let place = wanted.after.as_ref().map(|page| page.place().ok_or(NoPage::of(DB::STORE)));
         let place = place.transpose()?;
@@ -316,6 +325,14 @@ macro_rules! inspect {
             ) -> $crate::store::StoreFuture<'a, $crate::record::ForgetOutcome> {
                 let $store = self;
                 Box::pin($core.forget(key, *forget))
+            }
+            fn amend<'a>(
+                &'a self,
+                key: $crate::scope::StorageKey,
+                amend: &'a $crate::record::Amend,
+            ) -> $crate::store::StoreFuture<'a, $crate::record::ResolveOutcome> {
+                let $store = self;
+                Box::pin($core.amend(key, amend.clone()))
             }
             fn list<'a>(
                 &'a self,
