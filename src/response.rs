@@ -98,6 +98,12 @@ impl StoredResponse {
         &self.body
     }
 
+    /// The headers, for marks that are the layer's.
+    #[cfg(feature = "admin")]
+    pub(crate) fn headers_mut(&mut self) -> &mut HeaderMap {
+        &mut self.headers
+    }
+
     /// Takes the response apart.
     #[must_use]
     pub fn into_parts(self) -> (StatusCode, HeaderMap, StoredBody) {

@@ -93,6 +93,9 @@ async fn a_caller_at_its_limit_is_refused_and_the_others_are_not() {
     assert_eq!(refused.headers()["stripe-should-retry"], "true");
     let body: serde_json::Value = serde_json::from_slice(refused.body()).unwrap();
     assert_eq!(body["code"], "idempotency_too_many_in_flight");
+    // An earlier request under this key may have been.
+    let detail = body["detail"].as_str().unwrap();
+    assert!(!detail.contains("executed") && detail.contains("by this request"), "{detail}");
     assert_eq!(body["safe_new_key"], false);
 
     let other = payments.pay("other", "3");

@@ -20,8 +20,17 @@ pub enum ByError {
         max: usize,
     },
     /// It could pass for another line of a log.
-    #[error("{0} has a control character in it")]
+    #[error("{0} has a control character in it, or one that cannot be seen")]
     Control(&'static str),
+}
+
+/// True for characters that cannot be seen, or that turn the direction of what stands beside them: with them a text
+/// can look like another one. [`Who`] and [`Why`] have none; escape them where you show what came from elsewhere.
+#[must_use]
+pub fn misleads(letter: char) -> bool {
+    matches!(letter,
+        '\u{ad}' | '\u{61c}' | '\u{180e}' | '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}'
+        | '\u{2060}'..='\u{206f}' | '\u{feff}' | '\u{fff9}'..='\u{fffb}' | '\u{e0000}'..='\u{e007f}')
 }
 
 fn checked(text: &str, what: &'static str, max: usize) -> Result<Box<str>, ByError> {
@@ -29,7 +38,9 @@ fn checked(text: &str, what: &'static str, max: usize) -> Result<Box<str>, ByErr
     match text.len() {
         0 => Err(ByError::Empty(what)),
         length if length > max => Err(ByError::TooLong { what, length, max }),
-        _ if text.chars().any(char::is_control) => Err(ByError::Control(what)),
+        _ if text.chars().any(|letter| letter.is_control() || misleads(letter)) => {
+            Err(ByError::Control(what))
+        }
         _ => Ok(text.into()),
     }
 }
@@ -46,7 +57,7 @@ impl Who {
     /// A name.
     ///
     /// # Errors
-    /// [`ByError`] if it is empty, too long, or has control characters in it.
+    /// [`ByError`] if it is empty, too long, or has control characters or invisible ones in it.
     pub fn new(name: &str) -> Result<Self, ByError> {
         checked(name, "who makes the change", Self::MAX_LENGTH).map(Self)
     }
@@ -70,7 +81,7 @@ impl Why {
     /// A reason.
     ///
     /// # Errors
-    /// [`ByError`] if it is empty, too long, or has control characters in it.
+    /// [`ByError`] if it is empty, too long, or has control characters or invisible ones in it.
     pub fn new(reason: &str) -> Result<Self, ByError> {
         checked(reason, "why", Self::MAX_LENGTH).map(Self)
     }
@@ -113,6 +124,11 @@ mod tests {
         assert_eq!(Who::new("  ana ").unwrap().as_str(), "ana");
         assert_eq!(Why::new(" \t "), Err(ByError::Empty("why")));
         assert_eq!(Who::new("a\nb"), Err(ByError::Control("who makes the change")));
+        let hidden = "\u{200b}\u{200f}\u{2028}\u{2029}\u{202a}\u{202e}\u{2066}\u{2069}\u{feff}";
+        for letter in hidden.chars() {
+            assert_eq!(Why::new(&format!("a{letter}b")), Err(ByError::Control("why")));
+        }
+        assert!(Who::new("Zo\u{eb} \u{5d0}\u{5d1}").is_ok(), "other scripts are no disguise");
         assert!(Why::new(&"x".repeat(Why::MAX_LENGTH)).is_ok());
         assert!(Why::new(&"x".repeat(Why::MAX_LENGTH + 1)).is_err());
     }

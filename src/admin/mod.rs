@@ -33,16 +33,19 @@
 //!   the table, always right; in Redis one that an [`Auditor`] makes anew from time to time, at a rate that you
 //!   set, with SCAN. Every listing says how old its index is, and shows each record as it stands now.
 
+mod answer;
 mod auditor;
 mod by;
 mod operator;
 #[cfg(feature = "axum")]
 mod router;
+mod surely;
 mod time;
 mod view;
 
+pub use answer::{AnswerError, LONGEST_BODY};
 pub use auditor::{Auditor, AuditorTask};
-pub use by::{By, ByError, Who, Why};
+pub use by::{By, ByError, Who, Why, misleads};
 pub use operator::{
     AUDIT_TARGET, ChangeId, Made, Operator, OperatorError, Settlement, Shown, Version, VersionError,
 };

@@ -7,27 +7,24 @@ use std::time::Duration;
 
 use sha2::{Digest as _, Sha256};
 
+use super::answer::{self, AnswerError};
 use super::by::By;
+use super::surely::{NotDone, surely};
 use super::time::rfc3339;
+use crate::config::{RETENTION, RETENTION_MAX};
 use crate::error::{StoreError, StoreErrorKind};
 use crate::record::{
-    Current, Finding, Forget, ForgetOutcome, Millis, Record, Resolution, ResolveOutcome, Seen,
-    Sighting, State, Terms,
+    Amend, Current, Finding, Forget, ForgetOutcome, Millis, Record, Resolution, ResolveOutcome,
+    Seen, Sighting, State, Terms,
 };
 use crate::response::{CodecError, StoredResponse};
 use crate::scope::StorageKey;
-use crate::store::{Contents, Inspect, Listing, LogId, Sight, TrailEntry, Wanted};
+
+use crate::store::{Contents, Inspect, Listing, LogId, NoPage, Sealing, Sight, TrailEntry, Wanted};
 use crate::token::HolderId;
 
 /// The target of the events that every change leaves: one when it begins, one when it has ended.
 pub const AUDIT_TARGET: &str = "tower_idempotency::audit";
-
-/// How long a settled record is kept unless told otherwise: as long as any other answer by default.
-const RETENTION: Duration = Duration::from_secs(24 * 3_600);
-
-/// How often a change is sent again whose reply was lost. Each may run twice.
-const SENDINGS: u32 = 4;
-const BETWEEN_SENDINGS: Duration = Duration::from_millis(150);
 
 /// Looks at records and changes them on behalf of a person. See the [module](super).
 ///
@@ -37,13 +34,30 @@ const BETWEEN_SENDINGS: Duration = Duration::from_millis(150);
 pub struct Operator {
     store: Arc<dyn Inspect>,
     retention: Duration,
+    seals: Seals,
+    replaces: Replaces,
+}
+
+/// Whether an answer that cannot be read here may be replaced.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+enum Replaces {
+    Nothing,
+    Unreadable,
+}
+
+/// Whether an answer is settled only where it is sealed as the service seals its own.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+enum Seals {
+    Compared,
+    Ignored,
 }
 
 /// What becomes of an operation whose outcome was unknown.
 #[derive(Clone, Debug, Eq, PartialEq)]
 #[expect(clippy::exhaustive_enums, reason = "there is no third thing to find out")]
 pub enum Settlement {
-    /// It was done, and this answers for it: the client's next retry gets it as a replay.
+    /// It was done, and this answers for it: the client's next retry gets it as a replay. Nothing that the layer
+    /// would not have stored itself ([`AnswerError`]); a server error is marked as final, as it does.
     Done(StoredResponse),
     /// It was not done, **and the old attempt cannot act any more**: the next retry runs the handler.
     NotApplied,
@@ -162,6 +176,16 @@ impl Shown {
     }
 }
 
+impl Shown {
+    /// True if there is an answer, and it cannot be opened or decoded here.
+    fn is_answered_unreadably(&self) -> bool {
+        let Some(Record { state: State::Completed { .. }, .. }) = self.record() else {
+            return false;
+        };
+        self.contents() == Contents::Sealed || self.response().is_err()
+    }
+}
+
 /// Names a change in the trail and in the log.
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
 pub struct ChangeId([u8; 16]);
@@ -188,6 +212,8 @@ pub struct Made {
     pub change: ChangeId,
     /// False if the trail could not be told any more that it succeeded. The log was.
     pub outcome_noted: bool,
+    /// Until when the record is kept now, at least; none if it was forgotten.
+    pub kept_until: Option<Millis>,
 }
 
 /// Why something was not done.
@@ -212,6 +238,19 @@ pub enum OperatorError {
     /// It cannot be read, and nobody said that this is meant. Nothing was changed.
     #[error("this release cannot read the record; nothing was changed")]
     Unreadable,
+    /// There is no such page of a listing (any more): begin again.
+    #[error("there is no such page of a listing (any more): begin again, without it")]
+    NoPage,
+    /// An operation cannot be settled with this answer. Nothing was changed.
+    #[error("{0}; nothing was changed")]
+    Answer(#[source] AnswerError),
+    /// The record's service would not be able to read the answer: it seals its own with a key that is not known
+    /// here, or it does not seal them and a key was given here. Nothing was changed.
+    #[error(
+        "the answer would not be sealed as the service of this record seals its own, and it could not \
+         read it: give its protection key, or none if it has none; nothing was changed"
+    )]
+    Sealed,
     /// The trail could not be written, so nothing was changed.
     #[error("the trail cannot be written, and nothing was changed")]
     NoTrail(#[source] StoreError),
@@ -234,6 +273,9 @@ impl OperatorError {
             Self::Changed => "changed",
             Self::NotUnknown => "not_unknown",
             Self::Unreadable => "unreadable",
+            Self::NoPage => "no_page",
+            Self::Answer(_) => "answer_refused",
+            Self::Sealed => "sealed",
             Self::NoTrail(_) => "no_trail",
             Self::Unconfirmed(_) => "unconfirmed",
             Self::Store(_) => "store_failed",
@@ -269,14 +311,36 @@ impl Operator {
     /// `Protected` around it if there is one: what is settled must be sealed as other answers are.
     #[must_use]
     pub fn new(store: impl Inspect) -> Self {
-        Self { store: Arc::new(store), retention: RETENTION }
+        Self {
+            store: Arc::new(store),
+            retention: RETENTION,
+            seals: Seals::Compared,
+            replaces: Replaces::Nothing,
+        }
     }
 
-    /// How long a record is kept that is settled, from then on. Default: 24 hours, as in
+    /// How long a record is kept at least that is settled, from then on. What is left of its time is never
+    /// shortened, so this matters only where it is longer. Default: 24 hours, as in
     /// [`ConfigBuilder::retention`](crate::ConfigBuilder::retention).
     #[must_use]
     pub fn retention(mut self, retention: Duration) -> Self {
-        self.retention = retention;
+        self.retention = retention.min(RETENTION_MAX);
+        self
+    }
+
+    /// Settles also where the answer would not be sealed as the record's service seals its own
+    /// ([`OperatorError::Sealed`]): for who knows that the service can read it all the same.
+    #[must_use]
+    pub fn without_seal_check(mut self) -> Self {
+        self.seals = Seals::Ignored;
+        self
+    }
+
+    /// Settles as done also what is completed with an answer that cannot be opened or decoded here: for who knows
+    /// that no process of the service can read it, and what it should have been.
+    #[must_use]
+    pub fn replacing_unreadable(mut self) -> Self {
+        self.replaces = Replaces::Unreadable;
         self
     }
 
@@ -316,9 +380,12 @@ impl Operator {
     /// One page of what nobody has settled.
     ///
     /// # Errors
-    /// That the store failed.
+    /// [`OperatorError::NoPage`], or that the store failed.
     pub async fn list(&self, wanted: &Wanted) -> Result<Listing, OperatorError> {
-        self.store.list(wanted).await.map_err(OperatorError::Store)
+        self.store.list(wanted).await.map_err(|error| match NoPage::is_in(&error) {
+            true => OperatorError::NoPage,
+            false => OperatorError::Store(error),
+        })
     }
 
     /// The latest changes, newest first.
@@ -330,6 +397,10 @@ impl Operator {
     }
 
     /// Settles an outcome that is unknown: said so, or in flight with a lease that is over.
+    ///
+    /// The record is kept for what is left of its time, or for [`retention`](Self::retention) if that is longer.
+    /// Of two people who say the same of one record at the same moment both may be told that they settled it; the
+    /// trail has both.
     ///
     /// The old attempt cannot complete any more after this. It may still *act*: before
     /// [`Settlement::NotApplied`], see to it that it cannot.
@@ -377,9 +448,14 @@ impl Operator {
         })
     }
 
-    async fn make(&self, change: Change) -> Result<Made, OperatorError> {
+    async fn make(&self, mut change: Change) -> Result<Made, OperatorError> {
+        if let Kind::Settle(Settlement::Done(response)) = change.kind {
+            let response = answer::checked(response).map_err(OperatorError::Answer)?;
+            change.kind = Kind::Settle(Settlement::Done(response));
+        }
         let shown = self.show(change.key).await?;
-        let seen = Self::judge(&shown, &change)?;
+        let seen = self.judge(&shown, &change)?;
+        let retention = self.keeps(&shown);
         let mut entry = TrailEntry {
             id: *HolderId::random().as_bytes(),
             at: shown.now(),
@@ -392,7 +468,7 @@ impl Operator {
         self.note(&entry).await.map_err(OperatorError::NoTrail)?;
         tell(&entry, "begun");
         let done = match &change.kind {
-            Kind::Settle(settlement) => self.resolve(&shown, settlement).await,
+            Kind::Settle(settlement) => self.resolve(&shown, settlement, retention).await,
             Kind::Forget => self.remove(change.key, seen).await,
         };
         let outcome = done.as_ref().map_or_else(OperatorError::code, |()| "done");
@@ -405,11 +481,23 @@ impl Operator {
                 "the trail does not know what came of a change"
             );
         }
-        done.map(|()| Made { change: ChangeId(entry.id), outcome_noted: noted.is_ok() })
+        let kept_until = match change.kind {
+            Kind::Settle(_) => Some(shown.now().after(retention)),
+            Kind::Forget => None,
+        };
+        let (change, outcome_noted) = (ChangeId(entry.id), noted.is_ok());
+        done.map(|()| Made { change, outcome_noted, kept_until })
+    }
+
+    /// How long a record is kept once it is settled: never less than it would have been kept anyway, or a late
+    /// retry would find its key new.
+    fn keeps(&self, shown: &Shown) -> Duration {
+        let left = shown.expires().map_or(RETENTION_MAX, |expires| expires.since(shown.now()));
+        self.retention.max(left)
     }
 
     /// Whether what stands there now is what was judged, and can be changed so.
-    fn judge(shown: &Shown, change: &Change) -> Result<Seen, OperatorError> {
+    fn judge(&self, shown: &Shown, change: &Change) -> Result<Seen, OperatorError> {
         let Some(record) = shown.record() else {
             return match (&change.kind, change.version) {
                 (Kind::Forget, Version::UNREADABLE) => Ok(Seen::Unreadable),
@@ -424,23 +512,57 @@ impl Operator {
         if runs {
             return Err(OperatorError::InFlight(sighting.at.since(now)));
         }
-        if matches!(change.kind, Kind::Settle(_)) && !sighting.can_be_settled(now) {
+        let done = matches!(change.kind, Kind::Settle(Settlement::Done(_)));
+        let replaced =
+            done && self.replaces == Replaces::Unreadable && shown.is_answered_unreadably();
+        if matches!(change.kind, Kind::Settle(_)) && !sighting.can_be_settled(now) && !replaced {
             return Err(OperatorError::NotUnknown);
+        }
+        if done && self.seals == Seals::Compared && !self.fits(shown.key, record, replaced) {
+            return Err(OperatorError::Sealed);
         }
         Ok(Seen::Record(sighting))
     }
 
-    async fn resolve(&self, shown: &Shown, settlement: &Settlement) -> Result<(), OperatorError> {
+    /// Whether the answer would be sealed as the record's service seals its own.
+    fn fits(&self, key: StorageKey, record: &Record, replaced: bool) -> bool {
+        match &record.state {
+            // Whoever settled it before has taken the holder out of it.
+            State::Completed { response, .. } if replaced && record.holder == HolderId::NOBODY => {
+                !Sealing::is_sealed(response)
+            }
+            State::Completed { .. }
+            | State::InFlight { .. }
+            | State::Open { .. }
+            | State::Indeterminate { .. } => {
+                self.store.sealing(key, record.holder) == Sealing::Fits
+            }
+        }
+    }
+
+    async fn resolve(
+        &self,
+        shown: &Shown,
+        settlement: &Settlement,
+        retention: Duration,
+    ) -> Result<(), OperatorError> {
         let Some(record) = shown.record() else { return Err(OperatorError::Unreadable) };
         let finding = match settlement {
             Settlement::Done(response) => Finding::Happened(response.encode()),
             Settlement::NotApplied => Finding::NothingHappened,
         };
         let Record { holder, attempt, .. } = *record;
-        let (lease, retention) = (self.retention, self.retention);
-        let terms = Terms { lease, retention, unknown_retention: retention };
-        let resolution = Resolution { holder, attempt, finding, terms };
-        let (resolved, _) = surely(|| self.store.resolve(shown.key, &resolution)).await?;
+        let terms = Terms { lease: retention, retention, unknown_retention: retention };
+        let (resolved, _) = match finding {
+            Finding::Happened(response) if matches!(record.state, State::Completed { .. }) => {
+                let amend = Amend { seen: record.sighting(), response, terms };
+                surely(|| self.store.amend(shown.key, &amend)).await?
+            }
+            finding @ (Finding::Happened(_) | Finding::NothingHappened) => {
+                let resolution = Resolution { holder, attempt, finding, terms };
+                surely(|| self.store.resolve(shown.key, &resolution)).await?
+            }
+        };
         match resolved {
             ResolveOutcome::Resolved => Ok(()),
             ResolveOutcome::Changed => Err(OperatorError::Changed),
@@ -463,48 +585,6 @@ impl Operator {
 
     async fn note(&self, entry: &TrailEntry) -> Result<(), StoreError> {
         surely(|| self.store.note(entry)).await.map(drop).map_err(NotDone::into_cause)
-    }
-}
-
-/// Why there is no answer in the end.
-enum NotDone {
-    Certainly(StoreError),
-    Perhaps(StoreError),
-}
-
-impl NotDone {
-    fn into_cause(self) -> StoreError {
-        match self {
-            Self::Certainly(cause) | Self::Perhaps(cause) => cause,
-        }
-    }
-}
-
-impl From<NotDone> for OperatorError {
-    fn from(not_done: NotDone) -> Self {
-        match not_done {
-            NotDone::Certainly(cause) => Self::Store(cause),
-            NotDone::Perhaps(cause) => Self::Unconfirmed(cause),
-        }
-    }
-}
-
-/// Sends again what has no answer. True if it was sent more than once.
-async fn surely<'a, T, F>(send: F) -> Result<(T, bool), NotDone>
-where
-    F: Fn() -> crate::store::StoreFuture<'a, T>,
-{
-    let mut sent = 1;
-    loop {
-        match send().await {
-            Ok(outcome) => return Ok((outcome, sent > 1)),
-            Err(error) if error.kind() != StoreErrorKind::OutcomeUnknown && sent == 1 => {
-                return Err(NotDone::Certainly(error));
-            }
-            Err(error) if sent >= SENDINGS => return Err(NotDone::Perhaps(error)),
-            Err(_) => sent += 1,
-        }
-        tokio::time::sleep(BETWEEN_SENDINGS).await;
     }
 }
 

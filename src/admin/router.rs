@@ -111,7 +111,9 @@ impl From<OperatorError> for Problem {
     fn from(error: OperatorError) -> Self {
         let status = match &error {
             OperatorError::NotFound => StatusCode::NOT_FOUND,
-            OperatorError::Ambiguous(_)
+            OperatorError::Answer(_) | OperatorError::NoPage => StatusCode::BAD_REQUEST,
+            OperatorError::Sealed
+            | OperatorError::Ambiguous(_)
             | OperatorError::InFlight(_)
             | OperatorError::Changed
             | OperatorError::NotUnknown
@@ -294,9 +296,7 @@ impl GivenResponse {
     fn stored(self) -> Result<StoredResponse, Problem> {
         let Self { status, headers, body, body_base64 } = self;
         let status = StatusCode::from_u16(status)
-            .ok()
-            .filter(|status| !status.is_informational())
-            .ok_or_else(|| Problem::malformed("`status` is a number from 200 to 999"))?;
+            .map_err(|_| Problem::malformed("`status` is a number from 200 to 599"))?;
         let (mut head, ()) = http::Response::new(()).into_parts();
         head.status = status;
         for (name, value) in headers {

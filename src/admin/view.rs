@@ -289,13 +289,20 @@ pub struct MadeView {
     pub change: String,
     /// False if the trail does not know that it succeeded.
     pub outcome_noted: bool,
+    /// Until when the record is kept now, at least; none if it was forgotten.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub kept_until: Option<String>,
 }
 
 impl MadeView {
     /// A change that was made.
     #[must_use]
     pub fn of(made: &Made) -> Self {
-        Self { change: made.change.to_string(), outcome_noted: made.outcome_noted }
+        Self {
+            change: made.change.to_string(),
+            outcome_noted: made.outcome_noted,
+            kept_until: made.kept_until.map(rfc3339),
+        }
     }
 }
 

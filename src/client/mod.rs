@@ -55,6 +55,11 @@
 //! # }
 //! ```
 //!
+//! # Redirects
+//! This follows none; a client inside may. reqwest does by default, and its own policy decides what goes along: to another
+//! host it drops `Authorization` and cookies, and keeps `Idempotency-Key`; a 303 (and most 301 and 302) makes a GET of a POST.
+//! For payments switch it off (`redirect::Policy::none()`): a host that another one names should not get the key.
+//!
 //! # With reqwest
 //! `RetryMiddleware` (feature `client-reqwest`) is the same for `reqwest-middleware`. Switch off other retry
 //! middleware: two of them multiply. Multipart forms of reqwest are streams and are refused; encode them to

@@ -181,9 +181,9 @@ const LEASE_MIN: Duration = Duration::from_millis(50);
 /// A crash is only known when the lease is over, and no client waits for longer than this.
 const LEASE_MAX: Duration = Duration::from_secs(3600);
 /// Stripe prunes keys after a day; official SDKs stop retrying after seconds.
-const RETENTION: Duration = Duration::from_secs(24 * 3600);
+pub(crate) const RETENTION: Duration = Duration::from_secs(24 * 3600);
 /// A record says 400 days at most: nothing that is retried is older.
-const RETENTION_MAX: Duration = Duration::from_secs(400 * 24 * 3600);
+pub(crate) const RETENTION_MAX: Duration = Duration::from_secs(400 * 24 * 3600);
 /// An unknown outcome waits for a person, and a person may be away for a week.
 const UNKNOWN_RETENTION: Duration = Duration::from_secs(7 * 24 * 3600);
 /// Official SDKs give up about 1.5 s after their first 409, so a twin is worth waiting for.
@@ -191,7 +191,7 @@ const WAIT: Duration = Duration::from_secs(2);
 /// Longer than proxies in front of a service usually wait.
 const WAIT_MAX: Duration = Duration::from_secs(60);
 /// As axum's own default for bodies, halved: payments are small, and bodies are held in memory.
-const BODY_LIMIT: usize = 1 << 20;
+pub(crate) const BODY_LIMIT: usize = 1 << 20;
 /// How long a body may take to arrive.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(30);
 /// How long a body may trickle before it is taken for a stream: no client waits longer for its
@@ -448,7 +448,7 @@ impl ConfigBuilder {
     }
 
     /// How many keys one caller may have in flight in this process; a request with one more is refused with 429
-    /// before its key is claimed. Requests with one key count once. Layers of one engine count together, and
+    /// before its key is claimed, also if there is a stored answer under it: the store is not asked. Requests with one key count once. Layers of one engine count together, and
     /// handlers count to their end, also when their clients have left. Without a limit where the scope is
     /// [global](Scope::global), unless it is set.
     pub fn in_flight_per_caller(mut self, keys: usize) -> Self {

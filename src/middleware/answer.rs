@@ -92,6 +92,18 @@ const NO_EFFECT: [StatusCode; 5] = [
     StatusCode::TOO_MANY_REQUESTS,
 ];
 
+/// True for what is not stored of any answer: it says that nothing was done, or nothing at all.
+#[cfg(feature = "admin")]
+pub(crate) fn is_never_stored(status: StatusCode) -> bool {
+    NO_EFFECT.contains(&status) || status == StatusCode::REQUEST_TIMEOUT
+}
+
+/// True for answers that have no body (RFC 9110, 15.3.5, 15.3.6, 15.4.5).
+#[cfg(feature = "admin")]
+pub(crate) fn is_bodiless(status: StatusCode) -> bool {
+    [StatusCode::NO_CONTENT, StatusCode::RESET_CONTENT, StatusCode::NOT_MODIFIED].contains(&status)
+}
+
 /// Media types of bodies that may never end.
 const STREAMS: [&[u8]; 4] = [
     b"text/event-stream",

@@ -78,6 +78,8 @@ mod shadow;
 
 #[cfg(feature = "client")]
 pub(crate) use answer::is_stream;
+#[cfg(feature = "admin")]
+pub(crate) use answer::{is_bodiless, is_never_stored};
 pub use body::ResponseBody;
 #[cfg(feature = "client")]
 pub(crate) use body::{Read, read};
@@ -86,4 +88,6 @@ pub use extension::NotIdempotent;
 pub use extension::{Outcome, Replayed};
 pub use future::ResponseFuture;
 pub use layer::IdempotencyLayer;
+#[cfg(feature = "admin")]
+pub(crate) use problem::mark_final;
 pub use service::Idempotency;

@@ -202,7 +202,7 @@ fn original(kind: &RejectionKind) -> (Option<u16>, Option<&HeaderValue>) {
 
 /// Marks a stored server error as final, whatever the handler says: SDKs must not retry what will
 /// only be replayed. True if it was marked.
-pub(super) fn mark_final(status: StatusCode, headers: &mut HeaderMap) -> bool {
+pub(crate) fn mark_final(status: StatusCode, headers: &mut HeaderMap) -> bool {
     let mark = status.is_server_error();
     if mark {
         headers.insert(STRIPE_SHOULD_RETRY, flag(false));
@@ -408,7 +408,7 @@ fn advice(kind: &RejectionKind) -> Advice {
             code: "idempotency_too_many_in_flight",
             title: "Too many operations in flight",
             detail: text(
-                "This caller has too many operations in flight. This request was not executed. Send it again later with the same key.",
+                "This caller has too many operations in flight. Nothing was started by this request, and it was not looked up whether an earlier one with this key ran. Send it again later with the same key.",
             ),
             // An earlier request under this key may have had its effect.
             safe_new_key: false,

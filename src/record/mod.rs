@@ -16,7 +16,8 @@
 //!                                 └─ Indeterminate ── complete (late, by the last holder) or
 //!                                                     resolve(completed) ──▶ Completed
 //! ```
-//! An operator may also [`forget`] any record under which nobody runs: its key is Absent again.
+//! An operator may also [`forget`] any record under which nobody runs: its key is Absent again; and
+//! [`amend`] an answer that nobody can read.
 //!
 //! Two times, never one: the **lease** is a field compared with the store's clock, **retention** is
 //! how long the store keeps a record. What survives the end of a lease is everything, above all the
@@ -33,7 +34,9 @@ use std::time::Duration;
 use bytes::Bytes;
 
 pub use codec::{Current, HEADER_LENGTH, Unreadable};
-pub use sighting::{Forget, ForgetOutcome, MARK_LENGTH, Seen, Sighting, Standing, forget};
+pub use sighting::{
+    Amend, Forget, ForgetOutcome, MARK_LENGTH, Seen, Sighting, Standing, amend, forget,
+};
 pub use verbs::*;
 
 use crate::fingerprint::{Comparison, Fingerprint};

@@ -2,9 +2,12 @@
 
 use std::time::Duration;
 
+use bytes::Bytes;
+
 use super::codec::{COMPLETED, IN_FLIGHT, INDETERMINATE, OPEN, UNTOUCHED};
 use super::{
-    Change, Current, Millis, Progress, Record, State, Step, Unreadable, keep, lease_is_over,
+    Change, Current, Millis, Progress, Record, ResolveOutcome, State, Step, Terms, Unreadable,
+    keep, lease_is_over, write,
 };
 use crate::mistakes::{Mistake, made};
 use crate::token::{Attempt, Fence, HolderId};
@@ -211,6 +214,42 @@ pub fn forget(current: &Current, now: Millis, forget: &Forget) -> Step<ForgetOut
         Seen::Record(seen) if seen.mark() == sighting.mark() => remove,
         Seen::Record(_) | Seen::Unreadable => keep(ForgetOutcome::Changed),
     }
+}
+
+/// Arguments of `amend`.
+#[derive(Clone, Debug, Eq, PartialEq)]
+#[expect(clippy::exhaustive_structs, reason = "stores outside this crate are handed it in tests")]
+pub struct Amend {
+    /// What was seen under the key when somebody found that nobody can read its answer.
+    pub seen: Sighting,
+    /// The encoded response that answers for it from now on.
+    pub response: Bytes,
+    /// How long things last.
+    pub terms: Terms,
+}
+
+/// Puts an answer in the place of one that nobody can read, if the record is still the one that was seen.
+#[must_use]
+pub fn amend(current: Current, now: Millis, amend: &Amend) -> Step<ResolveOutcome> {
+    let record = match current {
+        Current::Absent => return keep(ResolveOutcome::Changed),
+        Current::Unreadable(_) => return keep(ResolveOutcome::Unreadable),
+        Current::Present(record) => record,
+    };
+    let State::Completed { response, at } = &record.state else {
+        return keep(ResolveOutcome::Changed);
+    };
+    if record.sighting().mark() == amend.seen.mark() {
+        // Later than what was seen, also within one millisecond: it is amended once.
+        let at = now.max(Millis(at.0.saturating_add(1)));
+        let state = State::Completed { at, response: amend.response.clone() };
+        let (checkpoint, holder) = (Bytes::new(), HolderId::NOBODY);
+        let record = Record { state, checkpoint, holder, ..record };
+        return write(record, amend.terms.forget_settled(now), ResolveOutcome::Resolved);
+    }
+    // Amended already, in the same way: this is the same sent again.
+    let again = record.is_held_by(HolderId::NOBODY) && *response == amend.response;
+    keep(if again { ResolveOutcome::Resolved } else { ResolveOutcome::Changed })
 }
 
 impl Sighting {

@@ -10,15 +10,16 @@ use tokio::sync::watch;
 use tokio::time::sleep;
 
 use super::{
-    AuditCursor, AuditStep, Inspect, Lease, Listing, LogId, Sight, Store, StoreFuture, TrailEntry,
-    Wanted,
+    AuditCursor, AuditStep, Inspect, Lease, Listing, LogId, Sealing, Sight, Store, StoreFuture,
+    TrailEntry, Wanted,
 };
 use crate::error::{StoreError, StoreErrorKind};
 use crate::record::{
-    Claim, ClaimOutcome, CompleteOutcome, Completion, Forget, ForgetOutcome, Release,
+    Amend, Claim, ClaimOutcome, CompleteOutcome, Completion, Forget, ForgetOutcome, Release,
     ReleaseOutcome, RenewOutcome, Renewal, Resolution, ResolveOutcome,
 };
 use crate::scope::StorageKey;
+use crate::token::HolderId;
 
 /// A store around another one, whose calls go wrong as a test orders.
 ///
@@ -72,13 +73,15 @@ pub enum Verb {
     Look,
     /// [`Inspect::forget`].
     Forget,
+    /// [`Inspect::amend`].
+    Amend,
     /// [`Inspect::note`].
     Note,
 }
 
 impl Verb {
     /// All of them.
-    pub const ALL: [Self; 9] = [
+    pub const ALL: [Self; 10] = [
         Self::Claim,
         Self::Renew,
         Self::Complete,
@@ -87,6 +90,7 @@ impl Verb {
         Self::Ready,
         Self::Look,
         Self::Forget,
+        Self::Amend,
         Self::Note,
     ];
 
@@ -100,6 +104,7 @@ impl Verb {
             Self::Ready => "ready",
             Self::Look => "look",
             Self::Forget => "forget",
+            Self::Amend => "amend",
             Self::Note => "note",
         }
     }
@@ -351,6 +356,11 @@ impl<S: Inspect> Inspect for Faulty<S> {
         Box::pin(self.run(Verb::Forget, call))
     }
 
+    fn amend<'a>(&'a self, key: StorageKey, amend: &'a Amend) -> StoreFuture<'a, ResolveOutcome> {
+        let call = async move { self.inner.store.amend(key, amend).await };
+        Box::pin(self.run(Verb::Amend, call))
+    }
+
     fn list<'a>(&'a self, wanted: &'a Wanted) -> StoreFuture<'a, Listing> {
         self.inner.store.list(wanted)
     }
@@ -375,6 +385,10 @@ impl<S: Inspect> Inspect for Faulty<S> {
     fn trail(&self, at_most: u32) -> StoreFuture<'_, Vec<TrailEntry>> {
         self.inner.store.trail(at_most)
     }
+
+    fn sealing(&self, key: StorageKey, holder: HolderId) -> Sealing {
+        self.inner.store.sealing(key, holder)
+    }
 }
 
 #[cfg(test)]
@@ -383,7 +397,6 @@ mod tests {
     use crate::fingerprint::{Fingerprint, Fingerprints, RecipeId};
     use crate::record::{Effects, OnExpired, Terms};
     use crate::store::MemoryStore;
-    use crate::token::HolderId;
 
     const KEY: StorageKey = StorageKey::from_bytes([7; 24]);
 

@@ -4,9 +4,13 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::{Store, StoreFuture};
-use crate::record::{Current, Forget, ForgetOutcome, Millis, Record, Sighting, Standing};
+use super::{Sealing, Store, StoreFuture};
+use crate::error::{StoreError, StoreErrorKind};
+use crate::record::{
+    Amend, Current, Forget, ForgetOutcome, Millis, Record, ResolveOutcome, Sighting, Standing,
+};
 use crate::scope::StorageKey;
+use crate::token::HolderId;
 
 /// Looking at records and taking care of those that need a person. Not for handling requests: between a look
 /// and what follows from it anything can happen, so every change names what was seen.
@@ -26,8 +30,11 @@ pub trait Inspect: Store {
     /// Removes a record; see [`record::forget`](crate::record::forget).
     fn forget<'a>(&'a self, key: StorageKey, forget: &'a Forget) -> StoreFuture<'a, ForgetOutcome>;
 
+    /// Puts an answer in the place of one that nobody can read; see [`record::amend`](crate::record::amend).
+    fn amend<'a>(&'a self, key: StorageKey, amend: &'a Amend) -> StoreFuture<'a, ResolveOutcome>;
+
     /// Lists records that nobody has settled, oldest first as far as the store can tell. Bounded: it never
-    /// reads all records, but an index.
+    /// reads all records, but an index. What is no page of this store is refused.
     fn list<'a>(&'a self, wanted: &'a Wanted) -> StoreFuture<'a, Listing>;
 
     /// The keys whose log id this is: all of them, or those that the index has.
@@ -47,6 +54,12 @@ pub trait Inspect: Store {
 
     /// The latest entries of the trail, newest first. The store keeps ten thousand at least.
     fn trail(&self, at_most: u32) -> StoreFuture<'_, Vec<TrailEntry>>;
+
+    /// Whether an answer that is settled here for a record of this holder is sealed as its service seals its own.
+    /// What is around another store asks that one.
+    fn sealing(&self, key: StorageKey, holder: HolderId) -> Sealing {
+        Sealing::without_key(key, holder)
+    }
 }
 
 /// What stands under a key.
@@ -142,6 +155,22 @@ impl Page {
 impl fmt::Debug for Page {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("Page(..)")
+    }
+}
+
+/// The cause of a listing that fails since a page is none.
+#[derive(Debug, thiserror::Error)]
+#[error("there is no such page of a listing")]
+pub(crate) struct NoPage;
+
+impl NoPage {
+    pub(crate) fn of(store: &'static str) -> StoreError {
+        StoreError::new(StoreErrorKind::Backend, store, "list").with_source(Self)
+    }
+
+    #[cfg(feature = "admin")]
+    pub(crate) fn is_in(error: &StoreError) -> bool {
+        std::error::Error::source(error).is_some_and(|cause| cause.is::<Self>())
     }
 }
 
@@ -309,6 +338,10 @@ impl<S: Inspect + ?Sized> Inspect for Arc<S> {
         (**self).forget(key, forget)
     }
 
+    fn amend<'a>(&'a self, key: StorageKey, amend: &'a Amend) -> StoreFuture<'a, ResolveOutcome> {
+        (**self).amend(key, amend)
+    }
+
     fn list<'a>(&'a self, wanted: &'a Wanted) -> StoreFuture<'a, Listing> {
         (**self).list(wanted)
     }
@@ -331,6 +364,10 @@ impl<S: Inspect + ?Sized> Inspect for Arc<S> {
 
     fn trail(&self, at_most: u32) -> StoreFuture<'_, Vec<TrailEntry>> {
         (**self).trail(at_most)
+    }
+
+    fn sealing(&self, key: StorageKey, holder: HolderId) -> Sealing {
+        (**self).sealing(key, holder)
     }
 }
 

@@ -10,16 +10,16 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use bytes::Bytes;
 use tokio::time::Instant;
 
-use super::inspect::TRAIL_LENGTH;
+use super::inspect::{NoPage, TRAIL_LENGTH};
 use super::{
     AuditCursor, AuditStep, Contents, Entry, Inspect, Lease, Listing, LogId, Page, Sight, Source,
     Store, StoreFuture, TrailEntry, Wanted,
 };
 use crate::error::{ConfigError, StoreError, StoreErrorKind};
 use crate::record::{
-    self, Change, Claim, ClaimOutcome, CompleteOutcome, Completion, Current, Expires, Forget,
-    ForgetOutcome, Millis, Record, Release, ReleaseOutcome, RenewOutcome, Renewal, Resolution,
-    ResolveOutcome, State, Step,
+    self, Amend, Change, Claim, ClaimOutcome, CompleteOutcome, Completion, Current, Expires,
+    Forget, ForgetOutcome, Millis, Record, Release, ReleaseOutcome, RenewOutcome, Renewal,
+    Resolution, ResolveOutcome, State, Step,
 };
 use crate::scope::StorageKey;
 
@@ -335,6 +335,10 @@ impl Inspect for MemoryStore {
         Self::answer("forget", self.step(key, verb))
     }
 
+    fn amend<'a>(&'a self, key: StorageKey, amend: &'a Amend) -> StoreFuture<'a, ResolveOutcome> {
+        Self::answer("amend", self.step(key, |current, now| record::amend(current, now, amend)))
+    }
+
     fn list<'a>(&'a self, wanted: &'a Wanted) -> StoreFuture<'a, Listing> {
         let records = self.lock();
         let now = self.clock.now();
@@ -343,6 +347,9 @@ impl Inspect for MemoryStore {
             (i64::try_from(since).unwrap_or(i64::MAX), entry.key)
         };
         let after = wanted.after.as_ref().and_then(Page::place);
+        if wanted.after.is_some() && after.is_none() {
+            return Box::pin(ready(Err(NoPage::of(self.name()))));
+        }
         let alive = records.by_key.iter().filter(|(_, slot)| slot.expires > now);
         let mut entries: Vec<Entry> = alive
             .map(|(&key, slot)| Entry { key, sighting: slot.record.sighting() })

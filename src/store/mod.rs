@@ -25,6 +25,7 @@ mod memory;
 mod protected;
 #[cfg(feature = "redis")]
 pub mod redis;
+mod seal;
 #[cfg(any(feature = "postgres", feature = "sqlite"))]
 pub mod sql;
 
@@ -38,6 +39,8 @@ use http::Extensions;
 
 #[cfg(feature = "conformance")]
 pub use faulty::{Fault, Faulty, Gate, Verb};
+#[cfg(feature = "admin")]
+pub(crate) use inspect::NoPage;
 pub use inspect::{
     AuditCursor, AuditStep, Contents, Entry, Inspect, Listing, LogId, Page, Pass, Sight, Source,
     Survey, TrailEntry, Wanted,
@@ -45,6 +48,7 @@ pub use inspect::{
 pub use memory::{MemoryStore, MemoryStoreBuilder};
 #[cfg(feature = "protect")]
 pub use protected::{Protected, ProtectionKeyId, ProtectionKeys};
+pub use seal::Sealing;
 
 use crate::error::StoreError;
 use crate::record::{

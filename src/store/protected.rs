@@ -22,17 +22,18 @@ use bytes::{BufMut as _, Bytes, BytesMut};
 use sha2::{Digest as _, Sha256};
 
 use super::{
-    AuditCursor, AuditStep, Contents, Inspect, Lease, Listing, LogId, Sight, Store, StoreFuture,
-    TrailEntry, Wanted,
+    AuditCursor, AuditStep, Contents, Inspect, Lease, Listing, LogId, Sealing, Sight, Store,
+    StoreFuture, TrailEntry, Wanted, seal,
 };
 use crate::record::{
-    Claim, ClaimOutcome, CompleteOutcome, Completion, Current, Finding, Forget, ForgetOutcome,
-    Release, ReleaseOutcome, RenewOutcome, Renewal, Resolution, ResolveOutcome, State,
+    Amend, Claim, ClaimOutcome, CompleteOutcome, Completion, Current, Finding, Forget,
+    ForgetOutcome, Release, ReleaseOutcome, RenewOutcome, Renewal, Resolution, ResolveOutcome,
+    State,
 };
 use crate::scope::StorageKey;
 use crate::token::HolderId;
 
-const VERSION: u8 = 0xE1;
+const VERSION: u8 = seal::VERSION;
 const NONCE_LENGTH: usize = 12;
 const HEADER_LENGTH: usize = 1 + 4 + NONCE_LENGTH;
 
@@ -110,6 +111,32 @@ impl ProtectionKeys {
         bytes.freeze()
     }
 
+    /// The holder as it is named in the store: the mark of this key is part of it. The same for the same holder,
+    /// and for one that has the mark.
+    fn named(&self, key: StorageKey, holder: HolderId) -> HolderId {
+        let (id, cipher) = &self.current;
+        if seal::is_protected(key, holder) && has_mark(*id, cipher, key, holder) {
+            return holder;
+        }
+        let random = nonce(Kind::Holder, key, holder);
+        let mut bytes = [0; 16];
+        bytes[..seal::RANDOM].copy_from_slice(&random[..seal::RANDOM]);
+        bytes[seal::RANDOM..seal::OPEN]
+            .copy_from_slice(&seal::public(key, &random[..seal::RANDOM]));
+        let mark = mark(*id, cipher, key, &bytes[..seal::OPEN]);
+        bytes[seal::OPEN..].copy_from_slice(&mark);
+        HolderId::from_bytes(bytes)
+    }
+
+    /// Whether what is sealed with these keys can be read by who claimed with this holder.
+    fn fit(&self, key: StorageKey, holder: HolderId) -> bool {
+        let mut all = std::iter::once(&self.current).chain(&self.older);
+        match seal::is_protected(key, holder) {
+            true => all.any(|(id, cipher)| has_mark(*id, cipher, key, holder)),
+            false => self.unprotected == Unprotected::Opened,
+        }
+    }
+
     /// The text, or `None` if it was not sealed here by a key that is known.
     fn open(&self, kind: Kind, key: StorageKey, sealed: &Bytes) -> Option<Bytes> {
         if sealed.first() != Some(&VERSION) {
@@ -139,6 +166,31 @@ impl fmt::Debug for ProtectionKeys {
 enum Kind {
     Response = 1,
     Checkpoint = 2,
+    Holder = 3,
+}
+
+/// The same for the same text, so that what is sent again is recognised.
+fn digest(text: &[u8]) -> [u8; 16] {
+    let digest: [u8; 32] = Sha256::digest(text).into();
+    let mut short = [0; 16];
+    short.copy_from_slice(&digest[..16]);
+    short
+}
+
+/// The bytes of a holder that only who has the key can make.
+fn mark(id: ProtectionKeyId, cipher: &Aes256GcmSiv, key: StorageKey, open: &[u8]) -> [u8; 4] {
+    let mut aad = context(Kind::Holder, key, id);
+    aad.extend(open);
+    // Nothing is sealed but the tag, and this cipher's tags say nothing of the key under an equal nonce.
+    let payload = Payload { msg: &[], aad: &aad };
+    let tag = cipher.encrypt(&Nonce::from([0; NONCE_LENGTH]), payload);
+    let tag = tag.expect("an empty text is not too long");
+    [tag[0], tag[1], tag[2], tag[3]]
+}
+
+fn has_mark(id: ProtectionKeyId, cipher: &Aes256GcmSiv, key: StorageKey, holder: HolderId) -> bool {
+    let (open, rest) = holder.as_bytes().split_at(seal::OPEN);
+    rest == mark(id, cipher, key, open)
 }
 
 /// What a sealed text is bound to.
@@ -214,7 +266,8 @@ impl<S: Store> Store for Protected<S> {
         claim: &'a Claim,
     ) -> StoreFuture<'a, ClaimOutcome<Lease>> {
         Box::pin(async move {
-            Ok(match self.store.claim(key, claim).await? {
+            let claim = Claim { holder: self.keys.named(key, claim.holder), ..*claim };
+            Ok(match self.store.claim(key, &claim).await? {
                 ClaimOutcome::Completed(sealed) => {
                     match self.keys.open(Kind::Response, key, &sealed) {
                         Some(response) => ClaimOutcome::Completed(response),
@@ -295,7 +348,16 @@ impl<S: Store> Store for Protected<S> {
         lease: &'a Lease,
         release: &'a Release,
     ) -> StoreFuture<'a, ReleaseOutcome> {
-        self.store.release(lease, release)
+        let holder = self.keys.named(lease.key, lease.owner.holder);
+        if holder == lease.owner.holder {
+            return self.store.release(lease, release);
+        }
+        // Of a claim that was never confirmed; its caller knows the holder as it was before.
+        Box::pin(async move {
+            let mut lease = lease.clone();
+            lease.owner.holder = holder;
+            self.store.release(&lease, release).await
+        })
     }
 
     fn resolve<'a>(
@@ -344,6 +406,15 @@ impl<S: Inspect> Inspect for Protected<S> {
         self.store.forget(key, forget)
     }
 
+    fn amend<'a>(&'a self, key: StorageKey, amend: &'a Amend) -> StoreFuture<'a, ResolveOutcome> {
+        Box::pin(async move {
+            // Under a holder of its own: what was sealed for the last one may have been another text.
+            let of = HolderId::from_bytes(digest(&amend.response));
+            let response = self.keys.seal(Kind::Response, key, of, &amend.response);
+            self.store.amend(key, &Amend { response, ..amend.clone() }).await
+        })
+    }
+
     fn list<'a>(&'a self, wanted: &'a Wanted) -> StoreFuture<'a, Listing> {
         self.store.list(wanted)
     }
@@ -366,6 +437,10 @@ impl<S: Inspect> Inspect for Protected<S> {
 
     fn trail(&self, at_most: u32) -> StoreFuture<'_, Vec<TrailEntry>> {
         self.store.trail(at_most)
+    }
+
+    fn sealing(&self, key: StorageKey, holder: HolderId) -> Sealing {
+        if self.keys.fit(key, holder) { Sealing::Fits } else { Sealing::Foreign }
     }
 }
 
@@ -422,6 +497,23 @@ mod tests {
         assert_eq!(hex, PINNED);
     }
     const PINNED: &str = "e10000000182066d34320d98b3d769446061d791e1ab47a17c39fb7249443e286af501e3e5bb60ce9fdcd310278ef259e884abe4";
+
+    #[test]
+    fn a_holder_says_that_and_by_which_key_a_store_is_protected() {
+        let (old, new) = (keys(1), keys(2));
+        let named = old.named(KEY, HOLDER);
+        assert_eq!((named, old.named(KEY, named)), (old.named(KEY, HOLDER), named), "as before");
+        assert_ne!(named, old.named(KEY, HolderId::from_bytes([8; 16])));
+        assert!(seal::is_protected(KEY, named) && !seal::is_protected(KEY, HOLDER));
+        assert!(!seal::is_protected(StorageKey::from_bytes([8; 24]), named), "of another key");
+        assert!(old.fit(KEY, named) && !new.fit(KEY, named), "of another protection key");
+        let other = ProtectionKeys::new(ProtectionKeyId(1), &[9; 32]);
+        assert!(!other.fit(KEY, named), "the number alone does not open it");
+        let both = new.clone().also_open(ProtectionKeyId(1), &[1; 32]);
+        assert!(both.fit(KEY, named), "during a rotation");
+        assert!(!old.fit(KEY, HOLDER), "of a service that seals nothing");
+        assert!(old.also_open_unprotected().fit(KEY, HOLDER), "while it is switched on");
+    }
 
     #[test]
     fn keys_are_never_shown() {

@@ -111,6 +111,118 @@ async fn what_is_settled_as_done_is_replayed() {
     assert_eq!((&*trail[0].action, trail[0].outcome.as_deref()), ("settle done", Some("done")));
 }
 
+#[tokio::test(start_paused = true)]
+async fn a_settlement_never_shortens_the_life_of_a_record() {
+    let store = Arc::new(MemoryStore::new());
+    let operator = Operator::new(Arc::clone(&store));
+    let (day, month) = (Duration::from_secs(86_400), Duration::from_secs(30 * 86_400));
+    let terms = Terms { lease: TERMS.lease, retention: month, unknown_retention: month };
+    for (name, settlement) in
+        [("done", Settlement::Done(answer(201, "paid"))), ("not", Settlement::NotApplied)]
+    {
+        let key = key(name);
+        let claim = Claim { terms, ..claim_for(TERMS.lease) };
+        let ClaimOutcome::Acquired(lease) = store.claim(key, &claim).await.unwrap() else {
+            panic!("it is new")
+        };
+        store.release(&lease, &Release { terms, verdict: Verdict::Unknown }).await.unwrap();
+        let before = operator.show(key).await.unwrap();
+        let made = operator.settle(key, before.version(), settlement, by("x")).await.unwrap();
+        let after = operator.show(key).await.unwrap();
+        assert!(after.expires() >= before.expires(), "{name}: {before:?} {after:?}");
+        assert_eq!(made.kept_until, after.expires());
+    }
+    // What has less left is kept for a day, or as long as the operator is told.
+    for (operator, least) in [(operator.clone(), day), (operator.retention(month), month)] {
+        let key = unknown(&*store, &format!("{least:?}")).await;
+        let seen = version(&operator, key).await;
+        operator.settle(key, seen, Settlement::NotApplied, by("x")).await.unwrap();
+        let shown = operator.show(key).await.unwrap();
+        assert_eq!(shown.expires().unwrap().since(shown.now()), least);
+    }
+}
+
+#[tokio::test]
+async fn an_answer_that_the_layer_would_not_store_settles_nothing() {
+    let store = Arc::new(MemoryStore::new());
+    let operator = Operator::new(Arc::clone(&store));
+    let key = unknown(&*store, "k").await;
+    let seen = version(&operator, key).await;
+    for refused in [answer(101, ""), answer(204, "x"), answer(429, "later"), answer(600, "")] {
+        let refused = operator.settle(key, seen, Settlement::Done(refused), by("x")).await;
+        assert_eq!(refused.unwrap_err().code(), "answer_refused");
+    }
+    assert_eq!(operator.trail(10).await.unwrap().len(), 0);
+    let failed = Settlement::Done(answer(502, "no"));
+    operator.settle(key, seen, failed, by("x")).await.unwrap();
+    let stored = operator.show(key).await.unwrap().response().unwrap().unwrap();
+    assert_eq!(stored.headers()["stripe-should-retry"], "false");
+}
+
+#[tokio::test]
+async fn an_answer_that_its_service_could_not_open_settles_nothing() {
+    let inner = Arc::new(MemoryStore::new());
+    let keys = |n| ProtectionKeys::new(ProtectionKeyId::from_number(n), &[n as u8; 32]);
+    let service = Protected::new(Arc::clone(&inner), keys(1));
+    let (sealed, open) = (unknown(&service, "sealed").await, unknown(&*inner, "open").await);
+    let done = || Settlement::Done(answer(201, "paid"));
+    let keyless = Operator::new(Arc::clone(&inner));
+    let stranger = Operator::new(Protected::new(Arc::clone(&inner), keys(2)));
+    let faulty = Operator::new(Faulty::new(Arc::clone(&inner)));
+    for (operator, key) in
+        [(&keyless, sealed), (&stranger, sealed), (&stranger, open), (&faulty, sealed)]
+    {
+        let seen = version(operator, key).await;
+        let refused = operator.settle(key, seen, done(), by("x")).await.unwrap_err();
+        assert_eq!(refused.code(), "sealed");
+        assert_eq!(version(operator, key).await, seen, "something was changed");
+    }
+    // During a rotation, and while protection is being switched on, the service can read both.
+    let rotating = keys(2).also_open(ProtectionKeyId::from_number(1), &[1; 32]);
+    let rotating = Operator::new(Protected::new(inner, rotating.also_open_unprotected()));
+    for key in [sealed, open] {
+        let seen = version(&rotating, key).await;
+        rotating.settle(key, seen, done(), by("x")).await.unwrap();
+    }
+}
+
+#[tokio::test]
+async fn an_answer_that_nobody_can_read_is_replaced_if_somebody_says_so() {
+    let inner = Arc::new(MemoryStore::new());
+    let keys = |n| ProtectionKeys::new(ProtectionKeyId::from_number(n), &[n as u8; 32]);
+    let service = Arc::new(Protected::new(Arc::clone(&inner), keys(1)));
+    let key = unknown(&*service, "k").await;
+    // As an operator without the key left it.
+    let blind = Operator::new(Arc::clone(&inner)).without_seal_check();
+    let seen = version(&blind, key).await;
+    let done = |body| Settlement::Done(answer(201, body));
+    blind.settle(key, seen, done("plain"), by("x")).await.unwrap();
+    let claim = claim_for(TERMS.lease);
+    assert!(matches!(service.claim(key, &claim).await.unwrap(), ClaimOutcome::Unreadable));
+
+    let operator = Operator::new(Arc::clone(&service));
+    let seen = version(&operator, key).await;
+    let refused = operator.settle(key, seen, done("paid"), by("x")).await.unwrap_err();
+    assert_eq!(refused.code(), "not_unknown", "it was not said that it should be replaced");
+    let replacing = operator.clone().replacing_unreadable();
+    let not_applied = replacing.settle(key, seen, Settlement::NotApplied, by("x")).await;
+    assert_eq!(not_applied.unwrap_err().code(), "not_unknown", "its retry would run");
+    replacing.settle(key, seen, done("paid"), by("x")).await.unwrap();
+    let ClaimOutcome::Completed(replayed) = service.claim(key, &claim).await.unwrap() else {
+        panic!("the service can read it")
+    };
+    assert_eq!(StoredResponse::decode(replayed).unwrap(), answer(201, "paid"));
+    let again = replacing.settle(key, seen, done("other"), by("x")).await.unwrap_err();
+    assert_eq!(again.code(), "changed");
+    let seen = version(&replacing, key).await;
+    let readable = replacing.settle(key, seen, done("other"), by("x")).await.unwrap_err();
+    assert_eq!(readable.code(), "not_unknown", "what can be read is an answer");
+    // What another key sealed may be readable to the service.
+    let stranger = Operator::new(Protected::new(inner, keys(2))).replacing_unreadable();
+    let sealed = stranger.settle(key, seen, done("other"), by("x")).await.unwrap_err();
+    assert_eq!(sealed.code(), "sealed");
+}
+
 #[tokio::test]
 async fn a_change_names_what_was_seen_or_is_not_made() {
     let store = Arc::new(MemoryStore::new());

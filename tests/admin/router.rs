@@ -190,12 +190,17 @@ async fn the_router_refuses_who_is_nobody_and_what_makes_no_sense() {
         json!({"version": "latest", "why": "x", "outcome": "not_applied"}),
         json!({"version": version, "why": "x", "outcome": "done"}),
         json!({"version": version, "why": "x", "outcome": "done", "response": {"status": 99}}),
-        json!({"version": version, "why": "x", "outcome": "done", "response": {"status": 100}}),
         json!({"version": version, "why": "x", "outcome": "not_applied", "response": {"status": 201}}),
         json!({"version": version, "why": "x", "outcome": "done", "responses": {"status": 201}}),
     ] {
         desk.post(&settle, body).await.refused(400, "malformed");
     }
+    for status in [100, 204, 429, 600] {
+        let response = json!({"status": status, "body": "x"});
+        let body = json!({"version": version, "why": "x", "outcome": "done", "response": response});
+        desk.post(&settle, body).await.refused(400, "answer_refused");
+    }
+    desk.get("/records?page=whatever").await.refused(400, "no_page");
     desk.get("/records?lists=unknown").await.refused(400, "malformed");
     desk.get("/records/whatever").await.refused(400, "malformed");
     desk.get("/records/000000000000").await.refused(404, "not_found");

@@ -1,7 +1,7 @@
 //! The commands.
 
 use std::fmt;
-use std::io::{self, BufRead as _, IsTerminal as _, Read as _, Write as _};
+use std::io::{self, BufRead as _, IsTerminal as _, Write as _};
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -9,15 +9,15 @@ use std::time::{Duration, Instant};
 use http::{HeaderName, HeaderValue, StatusCode};
 use serde_json::json;
 use tower_idempotency::admin::{
-    Auditor, By, Detail, ListingView, MadeView, Operator, OperatorError, RecordView, Settlement,
-    Shown, TrailView, Version, Who, Why, brief, rfc3339, state_of,
+    Auditor, By, Detail, LONGEST_BODY, ListingView, MadeView, Operator, OperatorError, RecordView,
+    Settlement, Shown, TrailView, Version, Who, Why, brief, rfc3339, state_of,
 };
 use tower_idempotency::store::{AuditStep, Inspect, Page, Source, Survey, Wanted};
 use tower_idempotency::{HeaderRules, StorageKey, StoredBody, StoredResponse};
 
-use crate::flags::{Change, Command, Flags, Settle, Which};
+use crate::flags::{Change, Command, Flags, Settle, Which, read_file};
 use crate::output::{Cell, Paint, Tone, cell, harmless, print, print_json, table, toned};
-use crate::store::{chain, protected};
+use crate::store::{chain, lacks_schema, protected};
 
 /// Why a command failed.
 #[derive(Debug)]
@@ -50,7 +50,7 @@ impl Failure {
                 | OperatorError::NotUnknown
                 | OperatorError::Unreadable,
             ) => 4,
-            Self::Usage(_) => 2,
+            Self::Usage(_) | Self::Operator(OperatorError::Answer(_) | OperatorError::NoPage) => 2,
             Self::Operator(_) | Self::Failed(_) => 1,
         }
     }
@@ -69,11 +69,12 @@ impl fmt::Display for Failure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Operator(error) => {
-                let chain = chain(error);
-                f.write_str(&chain)?;
-                // The table is named where it is missing, and nowhere else.
-                match chain.contains("idempotency_trail") {
-                    true => f.write_str(" (the schema is older than these tools: run migrate())"),
+                f.write_str(&chain(error))?;
+                match lacks_schema(error) {
+                    true => f.write_str(
+                        " (there is no such table or column here: is this the service's database? If it \
+                         is, its schema is older than these tools: run migrate())",
+                    ),
                     false => Ok(()),
                 }
             }
@@ -102,7 +103,17 @@ pub async fn run(flags: &Flags) -> Result<(), Failure> {
     };
     let store = protected(url.open(&flags.prefix).await?, &flags.protection_key)?;
     let (json, paint) = (flags.json, Paint::of_output());
-    let desk = Desk { operator: Operator::new(Arc::clone(&store)), store, json, paint };
+    let mut operator = Operator::new(Arc::clone(&store));
+    if let Some(retention) = retention(&flags.command) {
+        operator = operator.retention(retention);
+    }
+    if let Command::Settle(Settle::Done { replace_unreadable: true, .. }) = &flags.command {
+        operator = operator.replacing_unreadable();
+    }
+    if flags.no_seal_check {
+        operator = operator.without_seal_check();
+    }
+    let desk = Desk { operator, store, json, paint };
     match &flags.command {
         Command::Show { which, contents } => desk.show(which, *contents).await,
         Command::List { in_flight_older_than, limit, page, .. } => {
@@ -130,9 +141,22 @@ fn which(command: &Command) -> Option<&Which> {
     }
 }
 
+fn retention(command: &Command) -> Option<Duration> {
+    match command {
+        Command::Settle(Settle::Done { retention, .. } | Settle::NotApplied { retention, .. }) => {
+            *retention
+        }
+        Command::Show { .. }
+        | Command::List { .. }
+        | Command::Forget { .. }
+        | Command::Audit { .. }
+        | Command::Trail { .. } => None,
+    }
+}
+
 impl Desk {
     async fn key(&self, which: &Which) -> Result<StorageKey, Failure> {
-        if let Some(key) = which.storage_key() {
+        if let Some(key) = which.storage_key().map_err(Failure::Usage)? {
             return Ok(key);
         }
         let Some(id) = which.reference else {
@@ -162,9 +186,9 @@ impl Desk {
         if self.json {
             return Ok(print_json(&view)?);
         }
-        print(&table(self.paint, &[], &facts(&shown, &view)));
+        print(&table(self.paint, &[], &facts(&shown, &view)))?;
         if contents {
-            print(&contents_of(&shown)?);
+            print(&contents_of(&shown)?)?;
         }
         Ok(())
     }
@@ -208,7 +232,7 @@ impl Desk {
         let rows: Vec<_> = rows.collect();
         let head = ["REFERENCE", "STATE", "ATTEMPT", "AGE", "SINCE", "STORAGE KEY"];
         if !rows.is_empty() {
-            print(&table(self.paint, &head, &rows));
+            print(&table(self.paint, &head, &rows))?;
         }
         // Beside the table, so that a pipe gets nothing but rows.
         let count = match rows.len() {
@@ -236,10 +260,13 @@ impl Desk {
 
     async fn settle(&self, settle: &Settle) -> Result<(), Failure> {
         let (which, change, settlement, words) = match settle {
-            Settle::Done { which, status, header, body, body_file, change } => {
+            Settle::Done { which, status, header, body, body_file, change, .. } => {
                 let body = match (body, body_file) {
                     (Some(text), _) => text.clone().into_bytes(),
-                    (None, Some(file)) => read_body(file)?,
+                    (None, Some(file)) => {
+                        no_two_inputs(which, file)?;
+                        read_file(file, LONGEST_BODY).map_err(Failure::Usage)?
+                    }
                     (None, None) => Vec::new(),
                 };
                 let length = body.len();
@@ -249,7 +276,7 @@ impl Desk {
                 );
                 (which, change, Settlement::Done(response), words)
             }
-            Settle::NotApplied { which, change } => {
+            Settle::NotApplied { which, change, .. } => {
                 let words =
                     "settle it as not applied: the next retry runs the operation".to_owned();
                 (which, change, Settlement::NotApplied, words)
@@ -278,7 +305,16 @@ impl Desk {
             );
             return Err(OperatorError::Unreadable.into());
         }
-        let made = self.operator.forget(key, version, by).await?;
+        let made = match self.operator.forget(key, version, by).await {
+            Err(OperatorError::Unreadable) => {
+                eprintln!(
+                    "note: what stands under this key is no record of any release (in Redis: no string), and \
+                     these tools leave it alone; remove it with the server's own"
+                );
+                return Err(OperatorError::Unreadable.into());
+            }
+            made => made?,
+        };
         self.tell(key, &made, "forgotten")
     }
 
@@ -324,10 +360,12 @@ impl Desk {
             eprintln!("warning: the trail could not be told that the change succeeded");
         }
         if self.json {
-            return Ok(print_json(&MadeView::of(made))?);
+            return print_json(&MadeView::of(made)).map_err(|error| unsaid(&error));
         }
-        print(&format!("{} is {done} (change {})\n", key.log_id(), made.change));
-        Ok(())
+        let kept =
+            made.kept_until.map_or(String::new(), |at| format!(", kept until {}", rfc3339(at)));
+        let text = format!("{} is {done}{kept} (change {})\n", key.log_id(), made.change);
+        print(&text).map_err(|error| unsaid(&error))
     }
 
     async fn audit(&self, auditor: &Auditor) -> Result<(), Failure> {
@@ -345,7 +383,7 @@ impl Desk {
                 "index": kind, "scanned": scanned, "found": found, "seconds": seconds,
             }))?);
         }
-        print(&match direct {
+        Ok(print(&match direct {
             true => "this store has an index that is always right: nothing to do\n".to_owned(),
             false => format!(
                 "{} {} read, {} in flight or unknown, in {}\n",
@@ -354,8 +392,7 @@ impl Desk {
                 step.found,
                 brief(begun.elapsed())
             ),
-        });
-        Ok(())
+        })?)
     }
 
     async fn trail(&self, limit: u32) -> Result<(), Failure> {
@@ -384,11 +421,16 @@ impl Desk {
             true => eprintln!("nobody has changed anything"),
             false => {
                 let head = ["AT", "WHO", "ACTION", "REFERENCE", "OUTCOME", "WHY"];
-                print(&table(self.paint, &head, &rows));
+                print(&table(self.paint, &head, &rows))?;
             }
         }
         Ok(())
     }
+}
+
+/// The change was made all the same.
+fn unsaid(error: &str) -> Failure {
+    Failure::Failed(format!("the change was made, but {error}"))
 }
 
 fn state_cell(state: &str, unknown: bool) -> Cell {
@@ -485,15 +527,12 @@ fn answer(
     Ok(StoredResponse::new(&head, body.into(), &HeaderRules::default()))
 }
 
-fn read_body(file: &Path) -> Result<Vec<u8>, Failure> {
-    let read = match file.as_os_str() == "-" {
-        true => {
-            let mut body = Vec::new();
-            io::stdin().lock().read_to_end(&mut body).map(|_| body)
-        }
-        false => std::fs::read(file),
-    };
-    read.map_err(|error| Failure::Failed(format!("cannot read {}: {error}", file.display())))
+/// Standard input is read to its end by the first who asks.
+fn no_two_inputs(which: &Which, body: &Path) -> Result<(), Failure> {
+    match which.key_file.as_deref() == Some(body) && body.as_os_str() == "-" {
+        true => Err(Failure::Usage("standard input is either the key or the body".to_owned())),
+        false => Ok(()),
+    }
 }
 
 fn by(change: &Change) -> Result<By, Failure> {

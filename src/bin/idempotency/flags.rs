@@ -1,8 +1,9 @@
 //! The command line.
 
 use std::convert::Infallible;
+use std::io::{self, Read as _};
 use std::num::NonZeroU32;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use clap::{Args, Parser, Subcommand};
@@ -37,6 +38,11 @@ pub struct Flags {
     #[arg(long, global = true, value_name = "ID=FILE", env = "IDEMPOTENCY_PROTECTION_KEY")]
     #[arg(value_parser = protection_key, value_delimiter = ',')]
     pub protection_key: Vec<(u32, PathBuf)>,
+
+    /// Settles although the answer would not be sealed as the record's service seals its own, for who knows that the
+    /// service can read it all the same.
+    #[arg(long, global = true)]
+    pub no_seal_check: bool,
 
     /// JSON on standard output, for scripts.
     #[arg(long, global = true)]
@@ -107,7 +113,7 @@ pub enum Settle {
         #[command(flatten)]
         which: Which,
         /// The answer's status.
-        #[arg(long, value_parser = clap::value_parser!(u16).range(200..=999))]
+        #[arg(long, value_parser = clap::value_parser!(u16).range(200..=599))]
         status: u16,
         /// A header of the answer, `Name: value`; any number of them.
         #[arg(long, value_name = "NAME: VALUE", value_parser = header)]
@@ -118,6 +124,14 @@ pub enum Settle {
         /// The file of the answer's body; `-` is standard input.
         #[arg(long, value_name = "FILE")]
         body_file: Option<PathBuf>,
+        /// Also if it is completed, with an answer that cannot be read here: for who knows that the service cannot
+        /// read it either.
+        #[arg(long)]
+        replace_unreadable: bool,
+        /// How long the record is kept at least, for example `30d` [default: 24h]. What is left of its time is never
+        /// shortened.
+        #[arg(long, value_name = "TIME", value_parser = length)]
+        retention: Option<Duration>,
         #[command(flatten)]
         change: Change,
     },
@@ -125,6 +139,10 @@ pub enum Settle {
     NotApplied {
         #[command(flatten)]
         which: Which,
+        /// How long the record is kept at least, for example `30d` [default: 24h]. What is left of its time is never
+        /// shortened.
+        #[arg(long, value_name = "TIME", value_parser = length)]
+        retention: Option<Duration>,
         #[command(flatten)]
         change: Change,
     },
@@ -135,17 +153,23 @@ pub enum Settle {
 #[group(skip)]
 pub struct Which {
     /// The client's idempotency key; with --account or --global.
-    #[arg(value_parser = key, required_unless_present_any = ["reference", "storage_key"])]
-    #[arg(conflicts_with_all = ["reference", "storage_key"])]
+    #[arg(value_parser = key)]
+    #[arg(required_unless_present_any = ["key_file", "reference", "storage_key"])]
+    #[arg(conflicts_with_all = ["key_file", "reference", "storage_key"])]
     pub key: Option<IdempotencyKey>,
+    /// The file of the client's idempotency key; `-` is standard input. Arguments can be seen by every user of this
+    /// machine, and stay in the shell's history.
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["reference", "storage_key"])]
+    pub key_file: Option<PathBuf>,
     /// Whose key it is, as the service's scope names them; again for each further part.
-    #[arg(long, value_name = "PART", conflicts_with = "global", requires = "key")]
+    #[arg(long, value_name = "PART", conflicts_with_all = ["global", "reference", "storage_key"])]
     pub account: Vec<String>,
     /// The service has one name space for all (`Scope::global`).
-    #[arg(long, requires = "key")]
+    #[arg(long, conflicts_with_all = ["reference", "storage_key"])]
     pub global: bool,
     /// Method and path, if the service keeps keys apart by them (`per_endpoint`): `POST /v1/payments`.
-    #[arg(long, value_name = "METHOD PATH", value_parser = endpoint, requires = "key")]
+    #[arg(long, value_name = "METHOD PATH", value_parser = endpoint)]
+    #[arg(conflicts_with_all = ["reference", "storage_key"])]
     pub endpoint: Option<(String, String)>,
     /// The reference of an *outcome unknown* answer: 12 hex digits, as in logs. Redis knows those of its index.
     #[arg(long, value_name = "HEX", value_parser = reference, conflicts_with = "storage_key")]
@@ -176,20 +200,50 @@ pub struct Change {
 impl Which {
     /// Checks what the parser cannot.
     pub fn check(&self) -> Result<(), String> {
-        match &self.key {
-            Some(_) if self.account.is_empty() && !self.global => {
+        match self.key.is_some() || self.key_file.is_some() {
+            true if self.account.is_empty() && !self.global => {
                 Err("a key needs --account (once for each part of the scope), or --global".into())
             }
-            Some(_) | None => Ok(()),
+            true | false => Ok(()),
         }
     }
 
-    /// The storage key, if it can be told without the store.
-    pub fn storage_key(&self) -> Option<StorageKey> {
-        let Some(key) = &self.key else { return self.storage_key };
+    /// The storage key, if it can be told without the store. A key's file may be standard input: it is read once.
+    pub fn storage_key(&self) -> Result<Option<StorageKey>, String> {
+        let read;
+        let key = match (&self.key, &self.key_file) {
+            (Some(key), _) => key,
+            (None, Some(file)) => {
+                let text = String::from_utf8(read_file(file, LONGEST_KEY_FILE)?)
+                    .map_err(|_| "the file of the key is no text".to_owned())?;
+                read = key(text.trim_end_matches(['\r', '\n']))?;
+                &read
+            }
+            (None, None) => return Ok(self.storage_key),
+        };
         let endpoint = self.endpoint.iter().flat_map(|(method, path)| [method, path]);
         let identity = Identity::of_parts(self.account.iter().chain(endpoint).map(String::as_str));
-        Some(StorageKey::new(&identity, key))
+        Ok(Some(StorageKey::new(&identity, key)))
+    }
+}
+
+/// Far longer than any key.
+const LONGEST_KEY_FILE: usize = 4_096;
+
+/// Reads a file, or standard input by the name `-`, up to so many bytes.
+pub fn read_file(file: &Path, longest: usize) -> Result<Vec<u8>, String> {
+    let most = longest as u64 + 1;
+    let mut bytes = Vec::new();
+    let read = match file.as_os_str() == "-" {
+        true => io::stdin().lock().take(most).read_to_end(&mut bytes),
+        false => std::fs::File::open(file).and_then(|file| file.take(most).read_to_end(&mut bytes)),
+    };
+    match read {
+        Ok(_) if bytes.len() > longest => {
+            Err(format!("{} has more than {longest} bytes", file.display()))
+        }
+        Ok(_) => Ok(bytes),
+        Err(error) => Err(format!("cannot read {}: {error}", file.display())),
     }
 }
 
@@ -289,7 +343,7 @@ mod tests {
             ),
         ] {
             let storage_key = which(&args).unwrap().storage_key();
-            assert_eq!(storage_key, Some(StorageKey::new(&identity, &key)), "{args:?}");
+            assert_eq!(storage_key, Ok(Some(StorageKey::new(&identity, &key))), "{args:?}");
         }
     }
 
@@ -302,6 +356,9 @@ mod tests {
             vec!["pay-1", "--account", "acme", "--global"],
             vec!["pay-1", "--account", "acme", "--reference", "0123456789ab"],
             vec!["--reference", "0123456789a"],
+            vec!["pay-1", "--account", "acme", "--key-file", "f"],
+            vec!["--key-file", "f"],
+            vec!["--key-file", "f", "--account", "acme", "--reference", "0123456789ab"],
             vec![
                 "--reference",
                 "0123456789ab",
@@ -311,7 +368,7 @@ mod tests {
         ] {
             assert!(which(&args).is_err(), "{args:?}");
         }
-        assert!(which(&["--reference", "0123456789ab"]).unwrap().storage_key().is_none());
+        assert!(which(&["--reference", "0123456789ab"]).unwrap().storage_key().unwrap().is_none());
     }
 
     #[test]

@@ -3,6 +3,7 @@
 use std::io::{self, IsTerminal as _, Write as _};
 
 use serde::Serialize;
+use tower_idempotency::admin::misleads;
 
 /// Whether colour is used: on a terminal, and not where `NO_COLOR` asks for none (<https://no-color.org>).
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -62,7 +63,7 @@ pub fn toned(text: impl Into<String>, tone: Tone) -> Cell {
 /// Without what would move a terminal's cursor, or worse.
 pub fn harmless(text: &str) -> String {
     let shown = |letter: char| match letter {
-        letter if letter.is_control() => letter.escape_default().collect(),
+        letter if letter.is_control() || misleads(letter) => letter.escape_default().collect(),
         letter => String::from(letter),
     };
     text.chars().map(shown).collect()
@@ -101,16 +102,28 @@ pub fn table(paint: Paint, head: &[&str], rows: &[Vec<Cell>]) -> String {
     lines
 }
 
-/// Writes to standard output. Whoever reads it may have gone away; that is no failure of ours.
-pub fn print(text: &str) {
-    let _ = io::stdout().lock().write_all(text.as_bytes());
+/// Writes to standard output. Whoever reads it may have gone away; that is no failure of ours, a full disk is.
+pub fn print(text: &str) -> Result<(), String> {
+    let mut output = io::stdout().lock();
+    match output.write_all(text.as_bytes()).and_then(|()| output.flush()) {
+        Err(error) if error.kind() != io::ErrorKind::BrokenPipe => {
+            Err(format!("cannot write to standard output: {error}"))
+        }
+        Ok(()) | Err(_) => Ok(()),
+    }
 }
 
 /// Writes JSON and a line end.
 pub fn print_json(value: &impl Serialize) -> Result<(), String> {
     let text = serde_json::to_string_pretty(value).map_err(|error| error.to_string())?;
-    print(&(text + "\n"));
-    Ok(())
+    // As JSON escapes them: they can stand in its strings only.
+    let escaped = |letter: char| match misleads(letter) {
+        true => {
+            letter.encode_utf16(&mut [0; 2]).iter().map(|unit| format!("\\u{unit:04x}")).collect()
+        }
+        false => String::from(letter),
+    };
+    print(&(text.chars().map(escaped).collect::<String>() + "\n"))
 }
 
 #[cfg(test)]
@@ -130,5 +143,6 @@ mod tests {
     fn a_cell_cannot_write_over_the_screen() {
         let rows = vec![vec![cell("\u{1b}[2Jgone\n")]];
         assert_eq!(table(Paint::Plain, &[], &rows), "\\u{1b}[2Jgone\\n\n");
+        assert_eq!(harmless("pay\u{202e}001\u{200b}"), "pay\\u{202e}001\\u{200b}");
     }
 }

@@ -82,7 +82,7 @@ async fn sqlite(path: &Path) -> Result<Arc<dyn Inspect>, String> {
     if !path.is_file() {
         return Err("there is no such file".to_owned());
     }
-    let store = tower_idempotency::SqliteLeaseStore::open(path).await;
+    let store = tower_idempotency::SqliteLeaseStore::open_existing(path).await;
     Ok(Arc::new(store.map_err(|error| chain(&error))?))
 }
 
@@ -215,6 +215,30 @@ impl fmt::Debug for StoreUrl {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "StoreUrl({self})")
     }
+}
+
+/// True if the database has no such table or column, and not if something else is wrong with it.
+pub fn lacks_schema(error: &dyn std::error::Error) -> bool {
+    let causes = std::iter::successors(error.source(), |cause| cause.source());
+    causes.into_iter().any(is_missing)
+}
+
+#[cfg(any(feature = "postgres", feature = "sqlite"))]
+fn is_missing(cause: &(dyn std::error::Error + 'static)) -> bool {
+    use tower_idempotency::store::sql::sqlx;
+    let error = cause.downcast_ref::<sqlx::Error>().and_then(sqlx::Error::as_database_error);
+    error.is_some_and(|error| match error.code().as_deref() {
+        // undefined_table, undefined_column
+        Some("42P01" | "42703") => true,
+        // SQLITE_ERROR, which may be anything; its text is the same in every language.
+        Some("1") => error.message().starts_with("no such "),
+        Some(_) | None => false,
+    })
+}
+
+#[cfg(not(any(feature = "postgres", feature = "sqlite")))]
+fn is_missing(_: &(dyn std::error::Error + 'static)) -> bool {
+    false
 }
 
 /// An error with its causes on one line.

@@ -2,12 +2,13 @@
 
 use std::time::Duration;
 
+use bytes::Bytes;
 use tokio::time::sleep;
 
-use super::{AFTER_SHORT, Case, LONG, SHORT, request, request_for};
+use super::{AFTER_SHORT, Case, LONG, SHORT, STEADY, request, request_for};
 use crate::record::{
-    ClaimOutcome, CompleteOutcome, Current, Finding, Forget, ForgetOutcome, Seen, Sighting,
-    Standing, Verdict,
+    Amend, ClaimOutcome, CompleteOutcome, Current, Finding, Forget, ForgetOutcome, ResolveOutcome,
+    Seen, Sighting, Standing, Verdict,
 };
 use crate::scope::StorageKey;
 use crate::store::{Contents, Entry, Inspect, LogId, Sight, Source, Survey, TrailEntry, Wanted};
@@ -20,6 +21,7 @@ pub async fn run_all_inspect(store: &dyn Inspect) {
     what_is_forgotten_is_new(store).await;
     nobody_is_forgotten_who_runs(store).await;
     what_changed_since_it_was_seen_is_not_forgotten(store).await;
+    an_answer_is_amended_that_was_seen(store).await;
     a_listing_holds_what_nobody_has_settled(store).await;
     a_listing_is_read_page_by_page(store).await;
     a_key_is_found_by_its_log_id(store).await;
@@ -113,6 +115,40 @@ async fn nobody_is_forgotten_who_runs(store: &dyn Inspect) {
     }
     let stored = case.complete(&lease, b"answer").await;
     case.assert_eq(&stored, &CompleteOutcome::Stored, "and he completes");
+}
+
+async fn an_answer_is_amended_that_was_seen(store: &dyn Inspect) {
+    let case = Case::new(store);
+    let amend = async |seen: Sighting, response: &'static [u8]| {
+        let response = Bytes::from_static(response);
+        case.must(store.amend(case.key, &Amend { seen, response, terms: STEADY })).await
+    };
+    let (lease, _) = case.make_indeterminate().await;
+    let unknown = seen(store, &case).await;
+    let outcome = amend(unknown, b"amended").await;
+    case.assert_eq(&outcome, &ResolveOutcome::Changed, "there is no answer to amend");
+    case.complete(&lease, b"wrong").await;
+    let outcome = amend(unknown, b"amended").await;
+    case.assert_eq(&outcome, &ResolveOutcome::Changed, "it is not what was seen");
+    case.assert_replays(b"wrong", "and stays as it is").await;
+    let completed = seen(store, &case).await;
+    for sending in ["what was seen is amended", "the same sent again is told the same"] {
+        let outcome = amend(completed, b"amended").await;
+        case.assert_eq(&outcome, &ResolveOutcome::Resolved, sending);
+        case.assert_replays(b"amended", sending).await;
+    }
+    let outcome = amend(completed, b"another").await;
+    case.assert_eq(&outcome, &ResolveOutcome::Changed, "once");
+    case.assert_replays(b"amended", "the first stays").await;
+    let late = case.complete(&lease, b"wrong").await;
+    case.assert(late != CompleteOutcome::Stored, "the old holder changes nothing any more");
+    case.assert_replays(b"amended", "still").await;
+
+    let case = Case::new(store);
+    let response = Bytes::from_static(b"x");
+    let absent = Amend { seen: completed, response, terms: STEADY };
+    let outcome = case.must(store.amend(case.key, &absent)).await;
+    case.assert_eq(&outcome, &ResolveOutcome::Changed, "nothing is made");
 }
 
 async fn what_changed_since_it_was_seen_is_not_forgotten(store: &dyn Inspect) {

@@ -43,6 +43,7 @@ scripts! {
     READY "ready.lua",
     LOOK "look.lua",
     FORGET "forget.lua",
+    AMEND "amend.lua",
     NOTE "note.lua",
 }
 

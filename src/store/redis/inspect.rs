@@ -22,10 +22,11 @@ use super::script::{self, Looked};
 use super::{NAME, RedisStore, Verb};
 use crate::error::{StoreError, StoreErrorKind};
 use crate::record::{
-    Current, Forget, ForgetOutcome, HEADER_LENGTH, Millis, Sighting, Standing, Unreadable,
+    Amend, Current, Forget, ForgetOutcome, HEADER_LENGTH, Millis, ResolveOutcome, Sighting,
+    Standing, Unreadable,
 };
 use crate::scope::StorageKey;
-use crate::store::inspect::{LOOKS_PER_PAGE, TRAIL_LENGTH};
+use crate::store::inspect::{LOOKS_PER_PAGE, NoPage, TRAIL_LENGTH};
 use crate::store::{
     AuditCursor, AuditStep, Contents, Entry, Inspect, Listing, LogId, Page, Pass, Sight, Source,
     StoreFuture, TrailEntry, Wanted,
@@ -180,13 +181,17 @@ impl RedisStore {
             return Ok(nothing(Source::NoIndex));
         };
         let (mut rank, mut index) = (0, self.index(&last.index));
-        if let Some(page) = &wanted.after
-            && let Some((number, pass)) = page.as_text().split_once('.')
-        {
-            rank = number.parse().unwrap_or(0);
+        if let Some(page) = &wanted.after {
+            let place = page.as_text().split_once('.');
+            let place = place.and_then(|(number, pass)| Some((number.parse().ok()?, pass)));
+            let (number, pass) = place.ok_or_else(|| NoPage::of(NAME))?;
+            rank = number;
             // Whoever pages goes on with the index that the first page was of, while it is there.
             let older = self.index(pass);
-            if older != index && !self.keys_of("list", &older, 0, 1).await?.is_empty() {
+            if older != index {
+                if self.keys_of("list", &older, 0, 1).await?.is_empty() {
+                    return Err(NoPage::of(NAME));
+                }
                 index = older;
             }
         }
@@ -516,6 +521,16 @@ impl Inspect for RedisStore {
             let unreadable = ForgetOutcome::Unreadable;
             let verb = Verb::new("forget", Urgency::Ordinary, unreadable, script::forgotten)
                 .holding_if(|outcome| *outcome == ForgetOutcome::Forgotten);
+            self.run(verb, &call).await
+        })
+    }
+
+    fn amend<'a>(&'a self, key: StorageKey, amend: &'a Amend) -> StoreFuture<'a, ResolveOutcome> {
+        Box::pin(async move {
+            let call = script::amend(&self.name(key), amend).waiting(self.0.wait);
+            let unreadable = ResolveOutcome::Unreadable;
+            let verb = Verb::new("amend", Urgency::Ordinary, unreadable, script::amended)
+                .holding_if(|outcome| *outcome == ResolveOutcome::Resolved);
             self.run(verb, &call).await
         })
     }

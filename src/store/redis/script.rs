@@ -9,14 +9,14 @@ use ::redis::{RedisError, RedisResult, Value};
 use bytes::Bytes;
 
 use super::call::{
-    CLAIM, COMPLETE, COMPLETE_LARGE, Call, FORGET, LOOK, MAX_EXPIRY, NOTE, READY, RELEASE, RENEW,
-    RESOLVE,
+    AMEND, CLAIM, COMPLETE, COMPLETE_LARGE, Call, FORGET, LOOK, MAX_EXPIRY, NOTE, READY, RELEASE,
+    RENEW, RESOLVE,
 };
 use crate::fingerprint::{Fingerprint, Fingerprints};
 use crate::record::{
-    Claim, ClaimOutcome, CompleteOutcome, Completion, Effects, Finding, Forget, ForgetOutcome,
-    Grant, Millis, OnExpired, Owner, Release, ReleaseOutcome, RenewOutcome, Renewal, Resolution,
-    ResolveOutcome, Seen, Terms, Unsettled, Verdict, millis,
+    Amend, Claim, ClaimOutcome, CompleteOutcome, Completion, Effects, Finding, Forget,
+    ForgetOutcome, Grant, Millis, OnExpired, Owner, Release, ReleaseOutcome, RenewOutcome, Renewal,
+    Resolution, ResolveOutcome, Seen, Terms, Unsettled, Verdict, millis,
 };
 use crate::token::{Attempt, Fence, HolderId};
 
@@ -56,6 +56,7 @@ codes! {
     ReadyCode { Ready = 1, TooOld = 2 }
     LookCode { Found = 1, Absent = 2 }
     ForgetCode { Forgotten = 1, Absent = 2, InFlight = 3, Changed = 4, Unreadable = 5 }
+    AmendCode { Resolved = 1, Changed = 2, Unreadable = 3 }
     NoteCode { Noted = 1 }
 }
 
@@ -407,6 +408,21 @@ pub(super) fn looked(reply: &mut Reply) -> Result<Looked, BadReply> {
             let length = usize::try_from(reply.number()?).map_err(|_| BadReply)?;
             Looked::Found { now, left: u64::try_from(left).ok(), length, bytes: reply.bytes()? }
         }
+    })
+}
+
+pub(super) fn amend(key: &str, amend: &Amend) -> Call {
+    Call::new(&AMEND, key, ROOM)
+        .arg(&amend.seen.mark())
+        .lasting(millis(amend.terms.retention))
+        .arg(&amend.response)
+}
+
+pub(super) fn amended(reply: &mut Reply) -> Result<ResolveOutcome, BadReply> {
+    Ok(match AmendCode::of(reply.code)? {
+        AmendCode::Resolved => ResolveOutcome::Resolved,
+        AmendCode::Changed => ResolveOutcome::Changed,
+        AmendCode::Unreadable => ResolveOutcome::Unreadable,
     })
 }
 

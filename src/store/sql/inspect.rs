@@ -1,16 +1,23 @@
 //! What operators need of a table: looking, forgetting, an indexed listing, the trail.
 
+use std::time::Duration;
+
 use futures_util::future::BoxFuture;
+use sqlx::SqlSafeStr as _;
 
 use super::lease::LeaseCore;
+use super::session::{Session, bounded};
 use super::{Backend, Lock, maybe_done, not_done};
 use crate::error::StoreError;
-use crate::record::{self, Forget, ForgetOutcome, Millis, Sighting};
+use crate::record::{self, Amend, Forget, ForgetOutcome, Millis, ResolveOutcome, Sighting};
 use crate::scope::StorageKey;
-use crate::store::inspect::LOOKS_PER_PAGE;
+use crate::store::inspect::{LOOKS_PER_PAGE, NoPage};
 use crate::store::{
     AuditStep, Contents, Entry, Listing, LogId, Page, Sight, Source, TrailEntry, Wanted,
 };
+
+/// How long looking may take, and the server's own limits: a lock that is held longer is somebody's maintenance.
+const LOOK_WITHIN: Duration = Duration::from_secs(8);
 
 /// How many rows one query of a listing reads.
 const ROWS_AT_ONCE: usize = 200;
@@ -26,6 +33,9 @@ pub(super) type TrailRow = (Vec<u8>, i64, Vec<u8>, String, String, String, Optio
 
 /// What is said to a database that operators look at.
 pub(super) trait Inspected: Backend {
+    /// Opens a transaction in which nothing waits for long; none where a statement stands alone.
+    const LOOKING: Option<&'static str>;
+
     /// Rows that nobody has settled, behind this place.
     fn unsettled(
         connection: &mut Self::Connection,
@@ -52,8 +62,10 @@ pub(super) trait Inspected: Backend {
 }
 
 macro_rules! inspected {
-    ($database:ty, $connection:ty, $now:literal, $length:literal) => {
+    ($database:ty, $connection:ty, $now:literal, $length:literal, $looking:expr) => {
         impl $crate::store::sql::inspect::Inspected for $database {
+            const LOOKING: Option<&'static str> = $looking;
+
             fn unsettled(
                 connection: &mut $connection,
                 (expires, key): (i64, $crate::scope::StorageKey),
@@ -153,17 +165,30 @@ macro_rules! inspected {
 pub(super) use inspected;
 
 impl<DB: Inspected> LeaseCore<DB> {
-    async fn connection(
+    async fn looking(&self) -> sqlx::Result<Session<DB>> {
+        match DB::LOOKING {
+            Some(begin) => Session::begin(self.pool(), begin.into_sql_str()).await,
+            None => Session::acquire(self.pool()).await,
+        }
+    }
+
+    /// Reads, without waiting for a lock or an answer longer than a person would.
+    async fn read<T>(
         &self,
         operation: &'static str,
-    ) -> Result<sqlx::pool::PoolConnection<DB>, StoreError> {
-        self.pool().acquire().await.map_err(|error| not_done::<DB>(operation, error))
+        work: impl for<'c> FnOnce(&'c mut DB::Connection) -> BoxFuture<'c, sqlx::Result<T>>,
+    ) -> Result<T, StoreError> {
+        let failed = |error| not_done::<DB>(operation, error);
+        let mut session = self.looking().await.map_err(failed)?;
+        let connection = session.connection().map_err(failed)?;
+        let done = bounded::<DB, _>(LOOK_WITHIN, work(connection)).await;
+        let done = session.seen(done);
+        session.rollback().await;
+        done.map_err(failed)
     }
 
     pub(super) async fn sight(&self, key: StorageKey) -> Result<Sight, StoreError> {
-        let mut connection = self.connection("look").await?;
-        let found = DB::look(&mut connection, key, Lock::None).await;
-        let found = found.map_err(|error| not_done::<DB>("look", error))?;
+        let found = self.read("look", |line| DB::look(line, key, Lock::None)).await?;
         let (current, now) = found.current();
         let expires = found.row.filter(|_| current != record::Current::Absent);
         let expires = expires.map(|(_, at)| Millis(u64::try_from(at).unwrap_or_default()));
@@ -179,48 +204,24 @@ impl<DB: Inspected> LeaseCore<DB> {
         self.run("forget", key, verb).await
     }
 
+    pub(super) async fn amend(
+        &self,
+        key: StorageKey,
+        amend: Amend,
+    ) -> Result<ResolveOutcome, StoreError> {
+        let verb = Box::new(move |current, now| record::amend(current, now, &amend));
+        self.run("amend", key, verb).await
+    }
+
     pub(super) async fn list(&self, wanted: &Wanted) -> Result<Listing, StoreError> {
-        let failed = |error| not_done::<DB>("list", error);
-        let mut connection = self.connection("list").await?;
-        let nobody = StorageKey::from_bytes([0; 24]);
-        let found = DB::look(&mut connection, nobody, Lock::None).await.map_err(failed)?;
-        let now = Millis(u64::try_from(found.now).unwrap_or_default());
-        // What is past its retention comes first, and is none.
-        let alive = (found.now, StorageKey::from_bytes([u8::MAX; 24]));
-        let mut after = wanted.after.as_ref().and_then(Page::place).unwrap_or(alive).max(alive);
-        let mut listing = Listing { entries: Vec::new(), more: None, source: Source::Direct, now };
-        let at_most = wanted.at_most.max(1) as usize;
-        for _ in 0..LOOKS_PER_PAGE / ROWS_AT_ONCE {
-            let rows = DB::unsettled(&mut connection, after, ROWS_AT_ONCE as i64).await;
-            let rows = rows.map_err(failed)?;
-            let last = rows.len() < ROWS_AT_ONCE;
-            for (expires, key, header, length) in rows {
-                let Ok(key) = <[u8; 24]>::try_from(key) else { continue };
-                if listing.entries.len() == at_most {
-                    listing.more = Some(Page::at(after.0, after.1));
-                    return Ok(listing);
-                }
-                let key = StorageKey::from_bytes(key);
-                after = (expires, key);
-                let length = usize::try_from(length).unwrap_or_default();
-                if let Ok(sighting) = Sighting::read(&header, length)
-                    && wanted.survey.takes(&sighting, now)
-                {
-                    listing.entries.push(Entry { key, sighting });
-                }
-            }
-            if last {
-                return Ok(listing);
-            }
-        }
-        listing.more = Some(Page::at(after.0, after.1));
-        Ok(listing)
+        let place = wanted.after.as_ref().map(|page| page.place().ok_or(NoPage::of(DB::STORE)));
+        let place = place.transpose()?;
+        let wanted = wanted.clone();
+        self.read("list", |line| Box::pin(page::<DB>(line, wanted, place))).await
     }
 
     pub(super) async fn find(&self, id: LogId) -> Result<Vec<StorageKey>, StoreError> {
-        let mut connection = self.connection("find").await?;
-        let keys = DB::keys(&mut connection, id, MOST_OF_ONE_ID).await;
-        let keys = keys.map_err(|error| not_done::<DB>("find", error))?;
+        let keys = self.read("find", |line| DB::keys(line, id, MOST_OF_ONE_ID)).await?;
         let keys = keys.into_iter().filter_map(|key| key.try_into().ok());
         Ok(keys.map(StorageKey::from_bytes).collect())
     }
@@ -231,17 +232,67 @@ impl<DB: Inspected> LeaseCore<DB> {
     }
 
     pub(super) async fn note(&self, entry: &TrailEntry) -> Result<(), StoreError> {
-        let mut connection = self.connection("note").await?;
-        let noted = DB::note(&mut connection, entry).await;
-        noted.map_err(|error| maybe_done::<DB>("note", error))
+        let failed = |error| not_done::<DB>("note", error);
+        let mut session = self.looking().await.map_err(failed)?;
+        let connection = session.connection().map_err(failed)?;
+        let noted = bounded::<DB, _>(LOOK_WITHIN, DB::note(connection, entry)).await;
+        if let Err(error) = session.seen(noted) {
+            session.rollback().await;
+            // Where a statement is its own transaction, it may have been done.
+            return Err(if DB::REMOTE { failed(error) } else { maybe_done::<DB>("note", error) });
+        }
+        if !DB::REMOTE {
+            return Ok(());
+        }
+        let committed = bounded::<DB, _>(LOOK_WITHIN, session.commit()).await;
+        let committed = session.seen(committed);
+        committed.map_err(|error| maybe_done::<DB>("note", error))
     }
 
     pub(super) async fn trail(&self, at_most: u32) -> Result<Vec<TrailEntry>, StoreError> {
-        let mut connection = self.connection("trail").await?;
-        let rows = DB::trail(&mut connection, i64::from(at_most)).await;
-        let rows = rows.map_err(|error| not_done::<DB>("trail", error))?;
+        let rows = self.read("trail", |line| DB::trail(line, i64::from(at_most))).await?;
         Ok(rows.into_iter().filter_map(entry).collect())
     }
+}
+
+/// One page, behind this place.
+async fn page<DB: Inspected>(
+    connection: &mut DB::Connection,
+    wanted: Wanted,
+    place: Option<(i64, StorageKey)>,
+) -> sqlx::Result<Listing> {
+    let nobody = StorageKey::from_bytes([0; 24]);
+    let found = DB::look(connection, nobody, Lock::None).await?;
+    let now = Millis(u64::try_from(found.now).unwrap_or_default());
+    // What is past its retention comes first, and is none.
+    let alive = (found.now, StorageKey::from_bytes([u8::MAX; 24]));
+    let mut after = place.unwrap_or(alive).max(alive);
+    let mut listing = Listing { entries: Vec::new(), more: None, source: Source::Direct, now };
+    let at_most = wanted.at_most.max(1) as usize;
+    for _ in 0..LOOKS_PER_PAGE / ROWS_AT_ONCE {
+        let rows = DB::unsettled(connection, after, ROWS_AT_ONCE as i64).await?;
+        let last = rows.len() < ROWS_AT_ONCE;
+        for (expires, key, header, length) in rows {
+            let Ok(key) = <[u8; 24]>::try_from(key) else { continue };
+            if listing.entries.len() == at_most {
+                listing.more = Some(Page::at(after.0, after.1));
+                return Ok(listing);
+            }
+            let key = StorageKey::from_bytes(key);
+            after = (expires, key);
+            let length = usize::try_from(length).unwrap_or_default();
+            if let Ok(sighting) = Sighting::read(&header, length)
+                && wanted.survey.takes(&sighting, now)
+            {
+                listing.entries.push(Entry { key, sighting });
+            }
+        }
+        if last {
+            return Ok(listing);
+        }
+    }
+    listing.more = Some(Page::at(after.0, after.1));
+    Ok(listing)
 }
 
 fn entry((id, at, key, action, who, why, outcome): TrailRow) -> Option<TrailEntry> {
@@ -274,6 +325,14 @@ macro_rules! inspect {
             ) -> $crate::store::StoreFuture<'a, $crate::record::ForgetOutcome> {
                 let $store = self;
                 Box::pin($core.forget(key, *forget))
+            }
+            fn amend<'a>(
+                &'a self,
+                key: $crate::scope::StorageKey,
+                amend: &'a $crate::record::Amend,
+            ) -> $crate::store::StoreFuture<'a, $crate::record::ResolveOutcome> {
+                let $store = self;
+                Box::pin($core.amend(key, amend.clone()))
             }
             fn list<'a>(
                 &'a self,

@@ -171,7 +171,9 @@ inspected!(
     Postgres,
     PgConnection,
     "floor(extract(epoch FROM clock_timestamp()) * 1000)::bigint",
-    "octet_length(record)"
+    "octet_length(record)",
+    // Long enough for a busy server, short enough that nobody believes the tools hang.
+    Some("BEGIN; SET LOCAL lock_timeout = 2000; SET LOCAL statement_timeout = 5000")
 );
 inspect!(PostgresStore, |store| store.0.lease());
 inspect!(PostgresLeaseStore, |store| &store.0);

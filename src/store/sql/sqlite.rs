@@ -109,7 +109,8 @@ inspected!(
     Sqlite,
     SqliteConnection,
     "CAST(strftime('%s', 'now') AS INTEGER) * 1000 + CAST(substr(strftime('%f', 'now'), 4) AS INTEGER)",
-    "length(record)"
+    "length(record)",
+    None
 );
 inspect!(SqliteStore, |store| store.0.lease());
 inspect!(SqliteLeaseStore, |store| &store.0);
@@ -187,6 +188,16 @@ impl SqliteLeaseStore {
         Ok(Self(LeaseCore::new(open(path.as_ref()).await?, BEGIN.into_sql_str())))
     }
 
+    /// Opens a file that is there, and changes nothing about it: neither is it made, nor is its journal changed. For
+    /// tools, which may be given the wrong path.
+    ///
+    /// # Errors
+    /// [`StoreError`] if it cannot be opened.
+    pub async fn open_existing(path: impl AsRef<Path>) -> Result<Self, StoreError> {
+        let pool = connect(options(path.as_ref())?.create_if_missing(false)).await?;
+        Ok(Self(LeaseCore::new(pool, BEGIN.into_sql_str())))
+    }
+
     /// On a pool that is there.
     ///
     /// # Errors
@@ -220,16 +231,22 @@ impl SqliteLeaseStore {
 }
 
 async fn open(path: &Path) -> Result<SqlitePool, StoreError> {
+    let options = options(path)?.create_if_missing(true).journal_mode(SqliteJournalMode::Wal);
+    connect(options).await
+}
+
+fn options(path: &Path) -> Result<SqliteConnectOptions, StoreError> {
     if path.as_os_str() == ":memory:" {
         let why = "a database in memory belongs to one connection: give a file";
         return Err(StoreError::new(StoreErrorKind::Backend, "sqlite", "open").with_source(why));
     }
-    let options = SqliteConnectOptions::new()
+    Ok(SqliteConnectOptions::new()
         .filename(path)
-        .create_if_missing(true)
-        .journal_mode(SqliteJournalMode::Wal)
         .synchronous(SqliteSynchronous::Full)
-        .busy_timeout(BUSY);
+        .busy_timeout(BUSY))
+}
+
+async fn connect(options: SqliteConnectOptions) -> Result<SqlitePool, StoreError> {
     let mut tries = 0;
     loop {
         let pool = SqlitePoolOptions::new().max_connections(CONNECTIONS);
