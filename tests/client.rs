@@ -308,7 +308,38 @@ async fn b109_a_stream_is_refused_before_anything_is_sent() {
     let error = ClientError::in_middleware(&error).unwrap();
     assert_eq!((error.kind(), error.tries()), (&ClientErrorKind::StreamedBody, 0));
     assert!(error.to_string().contains("only once"), "{error}");
+
+    // A key that was given may have been used before: it is not lost, and no other one is safe.
+    let body = reqwest::Body::wrap(StreamBody::new(frames()));
+    let request = reqwest_client(policy()).post(wire.url("/pay")).body(body);
+    let error = request.header("idempotency-key", "order-17").send().await.unwrap_err();
+    let error = ClientError::in_middleware(&error).unwrap();
+    assert_eq!(error.key().map(|key| key.as_str()), Some("order-17"));
+    assert!(!error.is_safe_new_key());
+    let client = tower::service_fn(async |_: Request<axum::body::Body>| {
+        Ok::<_, std::io::Error>(http::Response::new(Full::<Bytes>::default()))
+    });
+    let body = axum::body::Body::new(StreamBody::new(frames()));
+    let request = Request::post(wire.url("/pay")).header("idempotency-key", "order-17");
+    let request = request.body(body).unwrap();
+    let error = RetryLayer::new(policy()).layer(client).oneshot(request).await.unwrap_err();
+    assert_eq!(error.key().map(|key| key.as_str()), Some("order-17"));
+    assert!(!error.is_safe_new_key());
     assert_eq!(wire.received().len(), 0);
+}
+
+/// A redirect of a POST says that it was received: that nobody is where it leads proves nothing.
+#[tokio::test]
+async fn b110_a_post_without_a_key_is_not_repeated_after_a_redirect_to_where_nobody_is() {
+    for status in [302, 303] {
+        let there = format!("http://{}/receipt", closed());
+        let redirect = Act::Answer(answer(status, &[("location", &there)], ""));
+        let wire = Wire::start([redirect.clone(), redirect.clone(), redirect]).await;
+        let policy = policy().keys(Keys::OnlyGiven);
+        let failed = send(Kind::Reqwest, policy, Call::post(wire.url("/pay"))).await.unwrap_err();
+        assert_eq!((failed.kind, failed.tries), (ClientErrorKind::Failed, 1), "{status}");
+        assert_eq!(wire.received().len(), 1, "{status}");
+    }
 }
 
 #[tokio::test]
@@ -328,8 +359,14 @@ async fn b110_a_post_without_a_key_is_sent_once_unless_nothing_was_sent() {
         let done = send(kind, policy.clone(), Call::post(wire.url("/pay"))).await.unwrap();
         assert_eq!((done.status.as_u16(), wire.received().len()), (503, 1));
 
-        // A refused connection proves that nothing was sent.
+        // A refused connection proves that nothing was sent, where no redirect can have led to it.
         let address = closed();
+        if matches!(kind, Kind::Reqwest) {
+            let call = Call::post(format!("http://{address}/pay"));
+            let failed = send(kind, policy.clone(), call).await.unwrap_err();
+            assert_eq!((failed.kind, failed.tries), (ClientErrorKind::Failed, 1));
+            continue;
+        }
         let call = Call::post(format!("http://{address}/pay"));
         let sent = tokio::spawn(send(kind, policy.clone(), call));
         tokio::time::sleep(Duration::from_millis(60)).await;

@@ -62,9 +62,15 @@ pub enum GaveUp {
 }
 
 impl ClientError {
-    pub(super) fn before_sending(kind: ClientErrorKind, source: Option<BoxError>) -> Self {
-        let key = None;
-        Self(Box::new(Inner { kind, key, tries: 0, safe_new_key: true, response: None, source }))
+    /// An error before anything was sent. `given` is the key that the caller brought along: it may have been
+    /// used before, so nothing is said of another one.
+    pub(super) fn before_sending(
+        kind: ClientErrorKind,
+        given: Option<IdempotencyKey>,
+        source: Option<BoxError>,
+    ) -> Self {
+        let safe_new_key = given.is_none();
+        Self(Box::new(Inner { kind, key: given, tries: 0, safe_new_key, response: None, source }))
     }
 
     pub(super) fn after(

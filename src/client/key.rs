@@ -45,5 +45,5 @@ pub(super) fn settle(
 }
 
 fn bad_key(error: KeyError) -> ClientError {
-    ClientError::before_sending(ClientErrorKind::BadKey(error), None)
+    ClientError::before_sending(ClientErrorKind::BadKey(error), None, None)
 }

@@ -62,15 +62,18 @@ impl Middleware for RetryMiddleware {
     ) -> Result<reqwest::Response> {
         let policy = &self.policy;
         let method = request.method().clone();
+        let is_given = request.headers().contains_key(&policy.key_header);
         let key = key::settle(&method, request.headers_mut(), &policy.key_header, policy.keys)
             .map_err(Error::middleware)?;
         if request.try_clone().is_none() {
             let kind = ClientErrorKind::StreamedBody;
-            return Err(Error::middleware(ClientError::before_sending(kind, None)));
+            let given = key.filter(|_| is_given);
+            return Err(Error::middleware(ClientError::before_sending(kind, given, None)));
         }
         let mut url = request.url().clone();
+        let has_key = key.is_some();
         let operation = Operation { key, method };
-        let tries = Tries { request, next, extensions, policy, url: &mut url };
+        let tries = Tries { request, next, extensions, policy, url: &mut url, has_key };
         let response = run(policy, operation, tries).await.map_err(Error::middleware)?;
         let mut response = response.map(Body::wrap);
         // `reqwest` keeps the last URL of a response in a place of its own.
@@ -89,6 +92,7 @@ struct Tries<'a, 'n> {
     extensions: &'a mut Extensions,
     policy: &'a RetryPolicy,
     url: &'a mut Url,
+    has_key: bool,
 }
 
 impl Sender for Tries<'_, '_> {
@@ -104,14 +108,17 @@ impl Sender for Tries<'_, '_> {
                 self.url.clone_from(response.url());
                 Ok(response.into())
             }
-            Err(error) => Err(judged(error, self.policy)),
+            Err(error) => Err(judged(error, self.has_key, self.policy)),
         }
     }
 }
 
-fn judged(error: Error, policy: &RetryPolicy) -> SendError {
+fn judged(error: Error, has_key: bool, policy: &RetryPolicy) -> SendError {
     let sent = match &error {
         Error::Reqwest(error) if error.is_builder() || error.is_redirect() => Some(Sent::Never),
+        // `reqwest` follows redirects within one try and does not say so: nobody may be where one led to,
+        // after the request was received. Under a key that is no harm.
+        Error::Reqwest(error) if error.is_connect() && !has_key => Some(Sent::Perhaps),
         Error::Reqwest(error) if error.is_connect() => Some(Sent::Nothing),
         Error::Reqwest(_) | Error::Middleware(_) => None,
     };

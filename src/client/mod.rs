@@ -10,7 +10,9 @@
 //!   a replay). `Retry-After` is obeyed in both forms, up to a cap.
 //! * **What is not:** a key that was used with another request, and an outcome that nobody knows. Both end in a
 //!   typed [`ClientError`]; neither ever leads to a new key, which could pay twice.
-//! * **Without a key** a POST is sent again only where nothing was sent: its connection was refused.
+//! * **Without a key** a POST is sent again only where nothing was sent: its connection was refused. (With `reqwest`
+//!   it is not sent again at all: that client follows redirects within one try, and a refused connection may be the
+//!   second one. For the same reason follow no redirects below the tower layer.)
 //! * **Bounds:** tries, time for one try, time in all, a cap for what the server may ask, and a
 //!   [budget](RetryBudget) that all operations share, so that retries do not finish off a server that is down.
 //!

@@ -249,17 +249,22 @@ fn failed(kind: ClientErrorKind, operation: &Operation, tries: u32, last: Last) 
 }
 
 /// A body in one piece, as long as its length is known from the start.
-pub(super) async fn whole_body<B>(body: B) -> Result<Bytes, ClientError>
+pub(super) async fn whole_body<B>(
+    body: B,
+    given: Option<&IdempotencyKey>,
+) -> Result<Bytes, ClientError>
 where
     B: Body<Error: Into<BoxError>>,
 {
     if body.size_hint().exact().is_none() {
-        return Err(ClientError::before_sending(ClientErrorKind::StreamedBody, None));
+        let kind = ClientErrorKind::StreamedBody;
+        return Err(ClientError::before_sending(kind, given.cloned(), None));
     }
     match body.collect().await {
         Ok(collected) => Ok(collected.to_bytes()),
         Err(error) => {
-            Err(ClientError::before_sending(ClientErrorKind::BodyFailed, Some(error.into())))
+            let kind = ClientErrorKind::BodyFailed;
+            Err(ClientError::before_sending(kind, given.cloned(), Some(error.into())))
         }
     }
 }

@@ -72,9 +72,10 @@ where
         let Self { inner, policy } = self.clone();
         Box::pin(async move {
             let (mut head, body) = request.into_parts();
+            let is_given = head.headers.contains_key(&policy.key_header);
             let key =
                 key::settle(&head.method, &mut head.headers, &policy.key_header, policy.keys)?;
-            let body = whole_body(body).await?;
+            let body = whole_body(body, key.as_ref().filter(|_| is_given)).await?;
             let operation = Operation { key, method: head.method.clone() };
             let tries = Tries { inner, head, body, policy: &policy, as_body: PhantomData };
             run(&policy, operation, tries).await
