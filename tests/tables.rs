@@ -10,7 +10,7 @@ mod named;
 
 use named::tests_in;
 
-/// The faults of sections B to G, and I; the numbering has gaps.
+/// The faults of sections B to G, I and L; the numbering has gaps.
 const FAULTS: &[std::ops::RangeInclusive<u32>] = &[
     17..=17,
     19..=27,
@@ -23,6 +23,8 @@ const FAULTS: &[std::ops::RangeInclusive<u32>] = &[
     88..=88,
     90..=92,
     94..=96,
+    106..=106,
+    108..=113,
 ];
 
 struct Row {
