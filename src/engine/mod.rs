@@ -561,16 +561,15 @@ impl<T> Conclusion<T> {
             Self::Ran(_, seen) => *seen,
             Self::NotStored(_) => Seen::NotStored,
             Self::Unprotected(_) => Seen::Unprotected,
-            Self::Replay(stored) if *stored.body() == StoredBody::NotKept => {
-                // Done, and the one who asks gets no answer: no replay, in the eyes of whoever counts.
+            // Done, and the one who asks gets no answer: no replay, in the eyes of whoever counts. (What is
+            // only watched never keeps a body.)
+            Self::Replay(stored)
+                if *stored.body() == StoredBody::NotKept
+                    && call.policy.enforcement == Enforcement::Enforce =>
+            {
                 let (status, location) = (stored.status(), None);
                 let kind = RejectionKind::ResultUnavailable { status, location };
-                return match call.policy.enforcement {
-                    Enforcement::Enforce => {
-                        observe::concluded(&kind, call.storage_key, elapsed);
-                    }
-                    Enforcement::Shadow => observe::shadowed(&kind),
-                };
+                return observe::concluded(&kind, call.storage_key, elapsed);
             }
             Self::Replay(_) => Seen::Replayed,
             Self::Reconciled(_) => Seen::Reconciled,
