@@ -10,6 +10,7 @@ use bytes::Bytes;
 use http::request::Parts;
 use http::{Request, Response};
 use http_body_util::{BodyExt as _, Full};
+use metrics_exporter_prometheus::PrometheusBuilder;
 use tokio::sync::Semaphore;
 use tokio::task::JoinHandle;
 use tower::{Layer as _, Service, ServiceExt as _};
@@ -81,7 +82,10 @@ fn is_refused(answer: &Answer) -> bool {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_caller_at_its_limit_is_refused_and_the_others_are_not() {
+async fn a_caller_at_its_limit_is_refused_and_counted_and_the_others_are_not() {
+    let recorder = PrometheusBuilder::new().build_recorder();
+    let counters = recorder.handle();
+    let _recording = metrics::set_default_local_recorder(&recorder);
     let payments = Payments::new(2);
     let running = [payments.pay("acme", "1"), payments.pay("acme", "2")];
     payments.wait_until_started(2).await;
@@ -97,6 +101,8 @@ async fn a_caller_at_its_limit_is_refused_and_the_others_are_not() {
     let detail = body["detail"].as_str().unwrap();
     assert!(!detail.contains("executed") && detail.contains("by this request"), "{detail}");
     assert_eq!(body["safe_new_key"], false);
+    let counted = "idempotency_requests{outcome=\"too_many_in_flight\"} 1\n";
+    assert!(counters.render().contains(counted), "{}", counters.render());
 
     let other = payments.pay("other", "3");
     payments.wait_until_started(3).await;
