@@ -91,8 +91,8 @@ fn is_answer(error: &RedisError) -> bool {
     matches!(error.kind(), ErrorKind::Server(_) | ErrorKind::Extension)
 }
 
-/// What the server's refusal means. Scripts write once, as the last thing they do, so a refusal
-/// always means that nothing was done.
+/// What the server's refusal means. A script writes to the record once, as the last thing it does, so a
+/// refusal always means that nothing was done to it.
 fn refusal(error: &RedisError) -> StoreErrorKind {
     match error.code() {
         Some("OOM") => StoreErrorKind::Full,
