@@ -25,7 +25,7 @@ local version, state = string.byte(record, 1, 2)
 if version ~= 1 or #record < 84 then return {3} end
 local at, granted, noted = struct.unpack('>I6I4I4', record, 71)
 local answer = #record - 84 - noted
-if state < 1 or state > 5 or answer ~= (state == 4 and math.max(granted, 1) or 0) then return {3} end
+if state < 1 or state > 7 or answer ~= (state == 4 and math.max(granted, 1) or 0) then return {3} end
 if state ~= 4 then return {2} end
 
 if sub(record, 2, 2) .. sub(record, 39, 58) .. sub(record, 71, 76) == seen then

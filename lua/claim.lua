@@ -2,7 +2,7 @@
      One script, because a record that is read in one step and written in another can be claimed twice.
      It has no flags line: with one, a full Redis would refuse even the replay of a finished answer.
      A new record then gets OOM from its own SET.
-     What comes first is what nearly every claim needs, in as few strings and calls as it takes.
+     Most claims do not come here: a plain SET NX GET finds the key new, or what there is to say (claim.rs).
 
   KEYS[1]  record    (string; the layout stands in src/record/codec.rs)
   ARGV[1]  claimant  (52 bytes: recipe id and digest 36, holder 16, as in the record)
@@ -16,37 +16,39 @@
          | 4 mismatch
          | 5 indeterminate, holder, attempt, fence, checkpoint
          | 6 unreadable
-         | 7 large
-         | 8 first, now (milliseconds)
 ]]
 local time = redis.call('TIME')
-local key, claimant, lease, kept_for, mode = KEYS[1], ARGV[1], ARGV[2] + 0, ARGV[3], ARGV[4]
-local micros = time[2] + 0
-local now = time[1] * 1000 + (micros - micros % 1000) / 1000
-local till, granting = now + lease, lease
-if till > 281474976710655 then till = 281474976710655 end
-if granting > 4294967295 then granting = 4294967295 end
+local key, claimant, lease, kept_for, mode = KEYS[1], ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[4]
+
+local sub, pack = string.sub, struct.pack
+local MAX_48, MAX_32 = 281474976710655, 4294967295
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+local till = math.min(now + lease, MAX_48)
+local term = pack('>I6I4', till, math.min(lease, MAX_32))
 -- The first two bytes of a new attempt: in flight, or in flight and untouched.
 local begun = (mode == '1' or mode == '2') and '\1\1' or '\1\5'
 
--- A large answer stays where it is: it is not copied through Lua, and the caller reads it by itself.
-local record = redis.call('GETRANGE', key, '0', '4095')
-if record == '' then
-  -- NX, because a string with nothing in it is no record, but it is there.
-  local first = begun .. claimant
-    .. struct.pack('>I4I6I6I6I4I4', 1, now, now, till, granting, 0)
-  if not redis.call('SET', key, first, 'NX', 'PX', kept_for) then return {6} end
-  return {8, now}
+local record = redis.call('GET', key)
+if not record then
+  redis.call('SET', key, begun .. claimant .. pack('>I4I6I6', 1, now, now) .. term .. '\0\0\0\0',
+    'PX', kept_for)
+  return {1, 1, now, now, 0, ''}
 end
 
-local sub = string.sub
 local version, state = string.byte(record, 1, 2)
 if version ~= 1 or #record < 84 then return {6} end
+-- The first claim of a key leaves its times to the key's expiry. Here they are written out.
+if state == 6 or state == 7 then
+  local till = redis.call('PEXPIRETIME', key) - struct.unpack('>I6', record, 71)
+  if till > 0 then
+    local made = struct.pack('>I6', math.max(till - struct.unpack('>I4', record, 77), 0))
+    state = state == 6 and 1 or 5
+    record = '\1' .. string.char(state) .. sub(record, 3, 58) .. made .. made
+      .. struct.pack('>I6', till) .. sub(record, 77)
+  end
+end
 local attempt, fence, created, at, granted, noted = struct.unpack('>I4I6I6I6I4I4', record, 55)
-local large = #record == 4096
-local length = large and redis.call('STRLEN', key) or #record
-if large and state ~= 4 then record = redis.call('GET', key) end
-local answer = length - 84 - noted
+local answer = #record - 84 - noted
 if state < 1 or state > 5 or answer ~= (state == 4 and math.max(granted, 1) or 0) then return {6} end
 
 if state ~= 2 and sub(record, 3, 38) ~= sub(claimant, 1, 36) then
@@ -61,14 +63,10 @@ if state ~= 2 and sub(record, 3, 38) ~= sub(claimant, 1, 36) then
   if not same then return {4} end
 end
 
-if state == 4 then
-  if large then return {7} end
-  return {3, sub(record, 85 + noted)}
-end
+if state == 4 then return {3, sub(record, 85 + noted)} end
 
-local pack, owner, holder = struct.pack, sub(record, 39, 54), sub(claimant, 37)
+local owner, holder = sub(record, 39, 54), sub(claimant, 37)
 local reexecute = mode == '2' or mode == '4'
-local term = pack('>I6I4', till, granting)
 local takeover = 0
 if state == 1 or state == 5 then
   if owner == holder then
@@ -93,8 +91,8 @@ else
   takeover = 1
 end
 
-attempt = math.min(attempt + 1, 4294967295)
-fence = math.min(math.max(fence + 1, now), 281474976710655)
+attempt = math.min(attempt + 1, MAX_32)
+fence = math.min(math.max(fence + 1, now), MAX_48)
 -- What an earlier attempt may have done is not undone by one that has not begun.
 if takeover == 1 then begun = '\1\1' end
 redis.call('SET', key, begun .. claimant .. pack('>I4I6', attempt, fence)

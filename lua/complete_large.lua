@@ -5,10 +5,10 @@
      It may exceed maxmemory: the effect has happened, and losing its answer helps nobody.
 
   KEYS[1]  record     (string; the layout stands in src/record/codec.rs)
-  KEYS[2]  beside     (string: 84 bytes that are overwritten here, then the response)
-  ARGV[1]  owner      (68 bytes: recipe id and digest 36, holder 16, attempt 4, fence 6, created 6, as in the record)
+  KEYS[2]  beside     (string: the record as it shall be: the head, then the response)
+  ARGV[1]  head       (84 bytes, of the record as it shall be)
   ARGV[2]  retention  (milliseconds)
-  ARGV[3]  accepted   (up to 3 times 36 bytes: recipe id and digest by older recipes)
+  ARGV[3]  accepted   (up to 3 times 36 bytes: recipe id and digest by older recipes; left out if none)
   Returns  1 stored
          | 2 healed
          | 3 restored
@@ -18,28 +18,44 @@
          | 7 unreadable
          | 8 nothing beside
 ]]
-local time = redis.call('TIME')
 local key, beside = KEYS[1], KEYS[2]
-local owner, retention = ARGV[1], ARGV[2]
+local head, retention = ARGV[1], ARGV[2]
 
 local sub = string.sub
-local micros = time[2] + 0
-local now = time[1] * 1000 + (micros - micros % 1000) / 1000
-local size = redis.call('STRLEN', beside)
-if size < 85 then return {8} end
--- A checkpoint is for a later attempt, and there will be none: its length is 0 from here on.
-local ended = struct.pack('>I6I4I4', now, size - 84, 0)
-
+if redis.call('STRLEN', beside) < 85 then return {8} end
 local record = redis.call('GETRANGE', key, '0', '83')
 local length = redis.call('STRLEN', key)
+local version, state = string.byte(record, 1, 2)
+-- The first claim of a key as it was granted: nobody has renewed it, noted anything, or taken it over.
+if version == 1 and length == 84 and state > 5 and sub(record, 3, 58) == sub(head, 3, 58) then
+  -- The key brings its expiry along, which was short.
+  redis.call('PEXPIRE', beside, retention)
+  redis.call('RENAME', beside, key)
+  return {1}
+end
+
+local time = redis.call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
 -- A string with nothing in it is no record, but it is there.
 local absent = record == '' and redis.call('EXISTS', key) == 0
-local state
+local noted
 if not absent then
-  local version, granted, noted
-  version, state = string.byte(record, 1, 2)
-  local known = version == 1 and length >= 84 and state >= 1 and state <= 5
+  local known = version == 1 and length >= 84
   if known then
+    -- The first claim of a key leaves its times to the key's expiry. Here they are written out.
+    if state == 6 or state == 7 then
+      local till = redis.call('PEXPIRETIME', key) - struct.unpack('>I6', record, 71)
+      if till > 0 then
+        local made = struct.pack('>I6', math.max(till - struct.unpack('>I4', record, 77), 0))
+        state = state == 6 and 1 or 5
+        record = '\1' .. string.char(state) .. sub(record, 3, 58) .. made .. made
+          .. struct.pack('>I6', till) .. sub(record, 77)
+      end
+    end
+    known = state >= 1 and state <= 5
+  end
+  if known then
+    local granted
     granted, noted = struct.unpack('>I4I4', record, 77)
     known = length - 84 - noted == (state == 4 and math.max(granted, 1) or 0)
   end
@@ -48,10 +64,10 @@ if not absent then
     return {7}
   end
 
-  local mine = sub(record, 39, 54) == sub(owner, 37, 52)
+  local mine = sub(record, 39, 54) == sub(head, 39, 54)
   if state == 4 then
     local first, same, recipe = 84 + noted, false, sub(record, 3, 6)
-    local prints = sub(owner, 1, 36) .. ARGV[3]
+    local prints = sub(head, 3, 38) .. (ARGV[3] or '')
     for i = 1, #prints, 36 do
       if sub(prints, i, i + 3) == recipe then
         same = sub(prints, i + 4, i + 35) == sub(record, 7, 38)
@@ -77,9 +93,8 @@ if not absent then
 end
 
 -- The record is replaced by the last command: one that fails before leaves the record as it was.
-local head = absent and '\1\4' .. owner .. ended or '\1\4' .. sub(record, 3, 70) .. ended
-redis.call('SETRANGE', beside, '0', head)
--- The key brings its expiry along, which was short.
+local kept = absent and sub(head, 3, 70) or sub(record, 3, 70)
+redis.call('SETRANGE', beside, '0', '\1\4' .. kept .. struct.pack('>I6', now))
 redis.call('PEXPIRE', beside, retention)
 redis.call('RENAME', beside, key)
 if absent then return {3} end

@@ -24,6 +24,16 @@ local version, state = string.byte(record, 1, 2)
 local readable = version == 1 and #record >= 84
 local at, granted, noted
 if readable then
+  -- The first claim of a key leaves its times to the key's expiry. Here they are written out.
+  if state == 6 or state == 7 then
+    local till = redis.call('PEXPIRETIME', key) - struct.unpack('>I6', record, 71)
+    if till > 0 then
+      local made = struct.pack('>I6', math.max(till - struct.unpack('>I4', record, 77), 0))
+      state = state == 6 and 1 or 5
+      record = '\1' .. string.char(state) .. sub(record, 3, 58) .. made .. made
+        .. struct.pack('>I6', till) .. sub(record, 77)
+    end
+  end
   at, granted, noted = struct.unpack('>I6I4I4', record, 71)
   local answer = #record - 84 - noted
   readable = state >= 1 and state <= 5 and answer == (state == 4 and math.max(granted, 1) or 0)

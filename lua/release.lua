@@ -22,6 +22,16 @@ if not record then return {2} end
 
 local version, state = string.byte(record, 1, 2)
 if version ~= 1 or #record < 84 then return {3} end
+-- The first claim of a key leaves its times to the key's expiry. Here they are written out.
+if state == 6 or state == 7 then
+  local till = redis.call('PEXPIRETIME', key) - struct.unpack('>I6', record, 71)
+  if till > 0 then
+    local made = struct.pack('>I6', math.max(till - struct.unpack('>I4', record, 77), 0))
+    state = state == 6 and 1 or 5
+    record = '\1' .. string.char(state) .. sub(record, 3, 58) .. made .. made
+      .. struct.pack('>I6', till) .. sub(record, 77)
+  end
+end
 local length, noted = struct.unpack('>I4I4', record, 77)
 local answer = #record - 84 - noted
 if state < 1 or state > 5 or answer ~= (state == 4 and math.max(length, 1) or 0) then return {3} end

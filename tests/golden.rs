@@ -244,12 +244,23 @@ fn a_record_of_a_later_version_is_refused() {
     assert_eq!(Record::decode(bytes.into()), Err(Unreadable::Version));
 }
 
+/// Of first claims; what writes them and reads them has its test in `src/record/first.rs`.
+const FIRST: [&str; 2] = ["record-v1-first.hex", "record-v1-first-untouched.hex"];
+
+#[test]
+fn the_record_of_a_first_claim_is_refused_by_whoever_does_not_know_its_expiry() {
+    for name in FIRST {
+        assert_eq!(Record::decode(read(name)), Err(Unreadable::Damaged), "{name}");
+    }
+}
+
 #[test]
 fn every_file_is_read_by_a_test() {
     let known: Vec<&str> = records()
         .iter()
         .map(|(name, _)| *name)
         .chain(responses().iter().map(|(name, _)| *name))
+        .chain(FIRST)
         .collect();
     for entry in fs::read_dir(path("")).unwrap() {
         let name = entry.unwrap().file_name().into_string().unwrap();

@@ -87,7 +87,7 @@ async fn the_rights_that_the_guide_names_are_enough() {
     let rights = rights.split_once('`').unwrap().0;
     let server = RedisServer::start();
     let mut user = vec!["acl", "setuser", "operator", "on", ">secret", "~idem:*"];
-    user.extend("+eval +evalsha +time +get +set".split_whitespace());
+    user.extend("+eval +evalsha +time +get +set +pexpiretime".split_whitespace());
     user.extend(rights.split_whitespace());
     server.cli(&user);
     let url = server.url().replace("redis://", "redis://operator:secret@");

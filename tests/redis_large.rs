@@ -3,17 +3,13 @@
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 #![allow(clippy::wildcard_enum_match_arm, reason = "every other outcome fails the test")]
 
-#[path = "support/gap.rs"]
-mod gap;
 #[path = "support/redis.rs"]
 #[allow(dead_code, unreachable_pub, reason = "other tests use the rest")]
 mod redis;
 
-use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use bytes::Bytes;
-use gap::Gap;
 use redis::RedisServer;
 use tower_idempotency::record::{
     Claim, ClaimOutcome, CompleteOutcome, Completion, Effects, OnExpired, Terms, Writes,
@@ -145,7 +141,7 @@ async fn a_right_that_is_lost_on_the_way_leaves_the_record_as_it_was() {
     server.cli(&["acl", "setuser", "app", "on", ">pass", "~*", "+@all"]);
     let url = format!("redis://app:pass@127.0.0.1:{}/", server.port());
     let store = RedisStore::connect(&url).await.unwrap();
-    for right in ["setrange", "pexpire", "rename", "getrange", "strlen"] {
+    for right in ["pexpire", "rename", "getrange", "strlen"] {
         let key = new_key();
         let lease = granted(&store, key).await;
         let before = server.cli(&["get", &name_of(key)]);
@@ -175,139 +171,4 @@ async fn a_large_answer_to_another_request_and_a_damaged_one_are_not_given() {
     server.cli(&["setrange", &name_of(key), "70000", "more than the header says"]);
     let outcome = store.claim(key, &claim()).await.unwrap();
     assert!(matches!(outcome, ClaimOutcome::Unreadable), "{outcome:?}");
-}
-
-/// A server with a large answer under a key, and a way to it that does something to that key between the
-/// claim that said "large" and the GET that reads it.
-struct Scene {
-    server: Arc<RedisServer>,
-    gap: Gap,
-    store: RedisStore,
-    key: StorageKey,
-}
-
-impl Scene {
-    async fn new() -> Self {
-        let server = Arc::new(RedisServer::start());
-        let gap = Gap::to(server.port()).await;
-        let store = RedisStore::connect(&gap.url()).await.unwrap();
-        let key = new_key();
-        let lease = granted(&store, key).await;
-        let stored = store.complete(&lease, &completion(b'a', LARGE)).await.unwrap();
-        assert_eq!(stored, CompleteOutcome::Stored);
-        Self { server, gap, store, key }
-    }
-
-    /// Has `redis-cli` say this in the gap, where the word `KEY` is the key.
-    fn meanwhile(&self, command: &[&str]) {
-        let name = name_of(self.key);
-        let word = |&word: &&str| if word == "KEY" { name.clone() } else { word.to_owned() };
-        let command: Vec<String> = command.iter().map(word).collect();
-        let server = Arc::clone(&self.server);
-        self.gap.meanwhile(move || {
-            let words: Vec<&str> = command.iter().map(String::as_str).collect();
-            let said = server.cli(&words);
-            assert!(!said.contains("ERR"), "{words:?}: {said}");
-        });
-    }
-
-    async fn claimed(&self) -> ClaimOutcome<Lease> {
-        let outcome = self.store.claim(self.key, &claim()).await.unwrap();
-        assert_eq!(self.gap.met(), 1, "the gap was never hit: {outcome:?}");
-        outcome
-    }
-
-    fn record(&self) -> String {
-        self.server.cli(&["dump", &name_of(self.key)])
-    }
-}
-
-#[tokio::test]
-async fn an_answer_that_is_deleted_before_it_is_read_is_claimed_again() {
-    let scene = Scene::new().await;
-    scene.meanwhile(&["del", "KEY"]);
-    let outcome = scene.claimed().await;
-    let ClaimOutcome::Acquired(lease) = outcome else { panic!("{outcome:?}") };
-    assert_eq!(lease.grant().attempt.number(), 1);
-    let twin = scene.store.claim(scene.key, &claim()).await.unwrap();
-    assert!(matches!(twin, ClaimOutcome::InFlight { .. }), "it holds the key: {twin:?}");
-    let stored = scene.store.complete(&lease, &completion(b'b', LARGE)).await.unwrap();
-    assert_eq!(stored, CompleteOutcome::Stored);
-    assert_eq!(replay(&scene.store, scene.key).await, vec![b'b'; LARGE]);
-}
-
-#[tokio::test]
-async fn an_answer_that_is_damaged_before_it_is_read_is_unreadable_and_left_as_it_is() {
-    let shorten = "redis.call('SET', KEYS[1], redis.call('GETRANGE', KEYS[1], 0, -2), 'KEEPTTL')";
-    let replace = "redis.call('DEL', KEYS[1]) redis.call('RPUSH', KEYS[1], 'a')";
-    let damages: [&[&str]; 5] = [
-        &["eval", replace, "1", "KEY"],
-        &["set", "KEY", "", "keepttl"],
-        &["eval", shorten, "1", "KEY"],
-        &["append", "KEY", "a"],
-        &["set", "KEY", "no record", "keepttl"],
-    ];
-    for damage in damages {
-        let scene = Scene::new().await;
-        scene.meanwhile(damage);
-        let outcome = scene.claimed().await;
-        assert!(matches!(outcome, ClaimOutcome::Unreadable), "{damage:?}: {outcome:?}");
-        let left = scene.record();
-        let again = scene.store.claim(scene.key, &claim()).await.unwrap();
-        assert!(matches!(again, ClaimOutcome::Unreadable), "{damage:?}: {again:?}");
-        assert_eq!(scene.record(), left, "{damage:?}");
-    }
-}
-
-#[tokio::test]
-async fn an_answer_to_another_request_that_comes_before_it_is_read_is_not_given() {
-    let scene = Scene::new().await;
-    scene.meanwhile(&["setrange", "KEY", "6", "another request's digest"]);
-    let outcome = scene.claimed().await;
-    assert!(matches!(outcome, ClaimOutcome::Mismatch), "{outcome:?}");
-}
-
-#[tokio::test]
-async fn what_has_taken_the_place_of_an_answer_before_it_is_read_is_what_counts() {
-    // A request that runs: the answer was deleted and its key claimed again.
-    let scene = Scene::new().await;
-    let running = new_key();
-    let lease = granted(&scene.store, running).await;
-    scene.meanwhile(&["copy", &name_of(running), "KEY", "replace"]);
-    let outcome = scene.claimed().await;
-    assert!(matches!(outcome, ClaimOutcome::InFlight { .. }), "{outcome:?}");
-    drop(lease);
-
-    // Its answer, large again or not.
-    for length in [LARGE, 3] {
-        let scene = Scene::new().await;
-        let other = new_key();
-        let lease = granted(&scene.store, other).await;
-        scene.store.complete(&lease, &completion(b'b', length)).await.unwrap();
-        scene.meanwhile(&["copy", &name_of(other), "KEY", "replace"]);
-        let outcome = scene.claimed().await;
-        let ClaimOutcome::Completed(response) = outcome else { panic!("{length}: {outcome:?}") };
-        assert_eq!(response, vec![b'b'; length], "{length}");
-    }
-}
-
-#[tokio::test]
-async fn a_connection_that_ends_before_the_answer_is_read_costs_a_retry() {
-    let scene = Scene::new().await;
-    scene.meanwhile(&["client", "kill", "type", "normal", "skipme", "yes"]);
-    let claim = claim();
-    let error = scene.store.claim(scene.key, &claim).await.unwrap_err();
-    let fits = [StoreErrorKind::OutcomeUnknown, StoreErrorKind::Unavailable];
-    assert!(fits.contains(&error.kind()), "{error:?}");
-    assert_eq!(scene.gap.met(), 1, "the gap was never hit");
-    let end = Instant::now() + Duration::from_secs(10);
-    let outcome = loop {
-        match scene.store.claim(scene.key, &claim).await {
-            Ok(outcome) => break outcome,
-            Err(error) => assert!(Instant::now() < end, "{error:?}"),
-        }
-        tokio::time::sleep(Duration::from_millis(20)).await;
-    };
-    let ClaimOutcome::Completed(response) = outcome else { panic!("{outcome:?}") };
-    assert_eq!(response, vec![b'a'; LARGE]);
 }

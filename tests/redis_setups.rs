@@ -93,6 +93,7 @@ async fn b16_a_user_with_the_least_rights_works_and_what_is_hidden_is_said() {
         "+rename",
         "+unlink",
         "+pexpire",
+        "+pexpiretime",
     ];
     let mut user = vec!["acl", "setuser", "pay", "on", ">pass", "~idem:*"];
     user.extend(least);

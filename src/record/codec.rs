@@ -4,7 +4,8 @@
 //!
 //! ```text
 //!  0  1  version (1)
-//!  1  1  state (1 in flight, 2 open, 3 indeterminate, 4 completed, 5 in flight and untouched)
+//!  1  1  state (1 in flight, 2 open, 3 indeterminate, 4 completed, 5 in flight and untouched;
+//!        6 and 7 as 1 and 5, of a first claim whose times follow from its expiry)
 //!  2  4  recipe id of the fingerprint
 //!  6 32  digest of the fingerprint
 //! 38 16  holder id
@@ -17,6 +18,11 @@
 //! 80  4  length of the checkpoint
 //! 84  .  checkpoint, then (completed only) the encoded response
 //! ```
+//!
+//! Whoever writes states 6 and 7 does not know the time: Redis learns it from the command that writes them.
+//! They hold zeros as fence and moment of creation, and at 70 how long the record is kept beyond its lease.
+//! The store's expiry less that is the end of the lease, and that less the lease's length is the fence and the
+//! moment of creation. [`Record::decode`] does not know the expiry and refuses them; see `first.rs`.
 
 use std::time::Duration;
 
@@ -30,15 +36,14 @@ use crate::token::{Attempt, Fence, HolderId};
 pub const HEADER_LENGTH: usize = 84;
 
 /// Times and fences take six bytes: the store's milliseconds until the year 10889.
-const MAX_48: u64 = (1 << 48) - 1;
+pub(super) const MAX_48: u64 = (1 << 48) - 1;
 
-const VERSION: u8 = 1;
+pub(super) const VERSION: u8 = 1;
 pub(super) const IN_FLIGHT: u8 = 1;
 pub(super) const OPEN: u8 = 2;
 pub(super) const INDETERMINATE: u8 = 3;
 pub(super) const COMPLETED: u8 = 4;
 pub(super) const UNTOUCHED: u8 = 5;
-
 /// What a store found under a storage key.
 #[derive(Clone, Debug, Eq, PartialEq)]
 #[expect(clippy::exhaustive_enums, reason = "a record is there, or not, or cannot be read")]

@@ -24,6 +24,8 @@
 //! fingerprint and the holder.
 
 mod codec;
+#[cfg(feature = "redis")]
+mod first;
 mod sighting;
 #[cfg(test)]
 mod tests;
@@ -34,6 +36,8 @@ use std::time::Duration;
 use bytes::Bytes;
 
 pub use codec::{Current, HEADER_LENGTH, Unreadable};
+#[cfg(feature = "redis")]
+pub(crate) use first::{completed_head, first, written_out};
 pub use sighting::{
     Amend, Forget, ForgetOutcome, MARK_LENGTH, Seen, Sighting, Standing, amend, forget,
 };

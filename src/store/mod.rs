@@ -36,6 +36,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use http::Extensions;
+#[cfg(feature = "redis")]
+use tokio::time::Instant;
 
 #[cfg(feature = "conformance")]
 pub use faulty::{Fault, Faulty, Gate, Verb};
@@ -51,6 +53,8 @@ pub use protected::{Protected, ProtectionKeyId, ProtectionKeys};
 pub use seal::Sealing;
 
 use crate::error::StoreError;
+#[cfg(feature = "redis")]
+use crate::record::Millis;
 use crate::record::{
     Claim, ClaimOutcome, CompleteOutcome, Completion, Grant, Owner, Release, ReleaseOutcome,
     RenewOutcome, Renewal, Resolution, ResolveOutcome,
@@ -69,6 +73,8 @@ pub struct Lease {
     grant: Grant,
     attachments: Extensions,
     repeatable: bool,
+    #[cfg(feature = "redis")]
+    granted: Instant,
 }
 
 impl Lease {
@@ -81,7 +87,15 @@ impl Lease {
             fence: grant.fence,
             created: grant.created,
         };
-        Self { key, owner, grant, attachments: Extensions::new(), repeatable: false }
+        Self {
+            key,
+            owner,
+            grant,
+            attachments: Extensions::new(),
+            repeatable: false,
+            #[cfg(feature = "redis")]
+            granted: Instant::now(),
+        }
     }
 
     /// Which key it is for.
@@ -94,6 +108,13 @@ impl Lease {
     #[must_use]
     pub fn owner(&self) -> &Owner {
         &self.owner
+    }
+
+    /// What the store's clock says now, as far as one can tell who read it at the claim. Nothing is decided by it.
+    #[cfg(feature = "redis")]
+    pub(crate) fn about_now(&self) -> Millis {
+        // The fence is the moment of the claim, unless clocks went back.
+        Millis(self.owner.fence.number()).after(self.granted.elapsed())
     }
 
     /// What the store granted.

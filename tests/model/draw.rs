@@ -72,7 +72,9 @@ impl Sequence {
     pub(super) fn make_up_a_lease(&mut self) {
         let claim = self.draw_claim();
         let grant = Grant {
-            attempt: Attempt::from_number(self.random.random_range(1..4)),
+            // A completion of a first claim, as it was granted, takes fence and moment from its lease; those of
+            // this one are lies.
+            attempt: Attempt::from_number(self.random.random_range(2..5)),
             fence: Fence::from_number(self.random.random_range(0..1 << 48)),
             created: Millis(self.random.random_range(0..1 << 48)),
             takeover: false,

@@ -47,7 +47,7 @@ pub(super) enum SetupError {
     Unsafe(Vec<Concern>),
     #[error(
         "the user may not do what the scripts need ({0}); grant it `+eval +evalsha +time \
-         +get +set +getrange +setrange +strlen +exists +rename +unlink +pexpire` \
+         +get +set +getrange +setrange +strlen +exists +rename +unlink +pexpire +pexpiretime` \
          on the keys of the prefix"
     )]
     Rights(Box<str>),

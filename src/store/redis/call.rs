@@ -3,6 +3,9 @@
 //! A response of some size does not go through Lua, which would copy it twice. It is written beside
 //! the record by a plain SET, and the script that follows on the same connection renames its key. A
 //! replay reads it by a plain GET behind the script that judged the request.
+//!
+//! A claim is a plain command first, which costs the server half of what a script does, with the server's clock
+//! in the same write; see [`claim`](super::claim).
 
 use std::borrow::Cow;
 use std::sync::LazyLock;
@@ -12,7 +15,6 @@ use ::redis::{Cmd, Pipeline, RedisResult, RedisWrite, ToRedisArgs, ToSingleRedis
 use bytes::Bytes;
 
 use super::script;
-use crate::record::HEADER_LENGTH;
 
 /// A Lua script and the name that Redis caches it under.
 #[derive(Debug)]
@@ -78,13 +80,15 @@ pub(super) struct Call {
     by_hash: Cmd,
     key_at: usize,
     beside: Option<Beside>,
+    timed: bool,
     wait: Option<Wait>,
     in_full: bool,
 }
 
-/// A response that is written beside its record first, and the script that fetches it from there.
+/// A response that is written beside its record first, for the call's script to fetch, and the script
+/// that takes it as an argument if that is not possible.
 struct Beside {
-    script: &'static Script,
+    through: &'static Script,
     key: String,
     response: Bytes,
 }
@@ -92,7 +96,7 @@ struct Beside {
 /// Where a response goes.
 #[derive(Clone, Copy)]
 enum Route {
-    /// Into the script, as its last argument.
+    /// Into the other script, behind the head in its first argument.
     Through,
     /// Beside the record.
     Beside,
@@ -109,9 +113,6 @@ enum Name {
 /// in the same write, so this is for a connection that breaks between the two.
 const BESIDE_KEPT: u64 = 10_000;
 
-/// Where the script puts the head of the record.
-const HEAD: [u8; HEADER_LENGTH] = [0; HEADER_LENGTH];
-
 /// Where the record's key stands among the arguments of a command.
 const KEY_AT: usize = 3;
 
@@ -127,7 +128,15 @@ impl Call {
     pub(super) fn new(script: &'static Script, key: &str, room: usize) -> Self {
         let mut by_hash = Cmd::with_capacity(ARGUMENTS, HEADS + key.len() + room);
         by_hash.arg("EVALSHA").arg(script.sha.as_str()).arg("1").arg(key);
-        Self { script, by_hash, key_at: KEY_AT, beside: None, wait: None, in_full: false }
+        Self {
+            script,
+            by_hash,
+            key_at: KEY_AT,
+            beside: None,
+            timed: false,
+            wait: None,
+            in_full: false,
+        }
     }
 
     /// A command on one key, its first argument. It goes the way that scripts go.
@@ -138,6 +147,7 @@ impl Call {
             by_hash: command,
             key_at: 1,
             beside: None,
+            timed: false,
             wait: None,
             in_full: false,
         }
@@ -155,11 +165,17 @@ impl Call {
         self
     }
 
-    /// Puts a response beside the record, under a name that nobody else uses, for `script` to fetch. If
-    /// that is not possible, it becomes the last argument of the call's own script.
-    pub(super) fn beside(mut self, script: &'static Script, name: &str, response: Bytes) -> Self {
+    /// Puts a response beside the record, under a name that nobody else uses and behind the head that is the
+    /// first argument. If that is not possible, head and response become the first argument of `through`.
+    pub(super) fn beside(mut self, through: &'static Script, name: &str, response: Bytes) -> Self {
         let key = format!("{}:{name}", self.key());
-        self.beside = Some(Beside { script, key, response });
+        self.beside = Some(Beside { through, key, response });
+        self
+    }
+
+    /// Asks for the time before the command, and for the key's expiry behind it. The answer is these three.
+    pub(super) fn timed(mut self) -> Self {
+        self.timed = true;
         self
     }
 
@@ -193,6 +209,12 @@ impl Call {
         self
     }
 
+    /// One argument of several pieces.
+    pub(super) fn parts(mut self, parts: [&[u8]; 2]) -> Self {
+        self.by_hash.arg(Parts(parts));
+        self
+    }
+
     pub(super) fn number(mut self, number: u64) -> Self {
         self.by_hash.arg(number);
         self
@@ -203,7 +225,7 @@ impl Call {
         self.number(milliseconds.clamp(1, MAX_EXPIRY))
     }
 
-    /// Runs the script, and reads a large answer that it left where it is.
+    /// Runs the script.
     ///
     /// `asking` is for a node that takes a slot over and has been named by the one that gives it.
     pub(super) async fn send(
@@ -220,13 +242,7 @@ impl Call {
                 reply => return reply,
             }
         }
-        let mut answer = self.send_by(Route::Through, connection, asking).await?;
-        if let Value::Array(values) = &mut answer.value
-            && script::is_large(values)
-        {
-            values.push(self.read(connection, asking).await?);
-        }
-        Ok(answer)
+        self.send_by(Route::Through, connection, asking).await
     }
 
     /// By its hash first; a server that does not know the hash gets the text, on the same connection and
@@ -255,7 +271,7 @@ impl Call {
     ) -> RedisResult<Answer> {
         let script = self.command(route, name);
         let beside = self.beside.as_ref().filter(|_| matches!(route, Route::Beside));
-        if self.wait.is_none() && !asking && beside.is_none() {
+        if self.wait.is_none() && !asking && beside.is_none() && !self.timed {
             let value = script.query_async(connection).await?;
             return Ok(Answer { value, replicas: None });
         }
@@ -263,60 +279,66 @@ impl Call {
         // another one it would be content at once.
         let mut pipeline = ::redis::pipe();
         if let Some(beside) = beside {
-            beside.write(&mut pipeline, asking);
+            // What comes of it, the script finds out by itself.
+            beside.write(&mut pipeline, self.argument(0), asking);
         }
-        if asking {
-            pipeline.cmd("ASKING");
-        }
-        pipeline.add_command(script.into_owned());
-        let before = pipeline.len() - 1;
-        if let Some(wait) = self.wait {
+        let push = |pipeline: &mut Pipeline, command: Cmd| {
+            if asking {
+                pipeline.cmd("ASKING");
+            }
+            pipeline.add_command(command);
+            pipeline.len() - 1
+        };
+        let time_at = self.timed.then(|| {
+            pipeline.cmd("TIME");
+            pipeline.len() - 1
+        });
+        let value_at = push(&mut pipeline, script.into_owned());
+        let expiry_at = self.timed.then(|| {
+            let mut expiry = Cmd::new();
+            expiry.arg("PEXPIRETIME").arg(self.key());
+            push(&mut pipeline, expiry)
+        });
+        let wait_at = self.wait.map(|wait| {
             pipeline.cmd("WAIT").arg(wait.replicas).arg(wait.milliseconds);
-        }
+            pipeline.len() - 1
+        });
         let count = pipeline.len();
-        let replies = connection.send_packed_commands(&pipeline, 0, count).await?;
-        // What came of the write beside, the script finds out by itself.
-        let mut replies = replies.into_iter().skip(before);
-        let value = match replies.next() {
-            Some(Value::ServerError(error)) => return Err(error.into()),
-            Some(value) => value,
+        let mut replies = connection.send_packed_commands(&pipeline, 0, count).await?;
+        let mut take = |at: usize| match replies.get_mut(at) {
+            Some(reply) => std::mem::replace(reply, Value::Nil),
             None => Value::Nil,
         };
-        let replicas = self.wait.map(|_| match replies.next() {
-            Some(Value::Int(replicas)) => u32::try_from(replicas).unwrap_or(u32::MAX),
-            // An error, from a user without the right to WAIT or a server without the command.
-            _ => 0,
+        let value = match (take(value_at), time_at.zip(expiry_at)) {
+            (Value::ServerError(error), _) => return Err(error.into()),
+            (value, None) => value,
+            (value, Some((time, expiry))) => Value::Array(vec![take(time), value, take(expiry)]),
+        };
+        let replicas = wait_at.map(|at| {
+            let Value::Int(replicas) = take(at) else {
+                // An error, from a user without the right to WAIT or a server without the command.
+                return 0;
+            };
+            u32::try_from(replicas).unwrap_or(u32::MAX)
         });
         Ok(Answer { value, replicas })
     }
 
-    /// Reads the record as it is.
-    async fn read(
-        &self,
-        connection: &mut MultiplexedConnection,
-        asking: bool,
-    ) -> RedisResult<Value> {
-        let mut pipeline = ::redis::pipe();
-        if asking {
-            pipeline.cmd("ASKING");
-        }
-        pipeline.cmd("GET").arg(self.key());
-        let count = pipeline.len();
-        let replies = connection.send_packed_commands(&pipeline, count - 1, 1).await?;
-        match replies.into_iter().next() {
-            Some(Value::ServerError(error)) => Err(error.into()),
-            Some(value) => Ok(value),
-            None => Ok(Value::Nil),
+    /// An argument of the script.
+    fn argument(&self, at: usize) -> &[u8] {
+        match self.by_hash.args_iter().nth(self.key_at + 1 + at) {
+            Some(::redis::Arg::Simple(bytes)) => bytes,
+            // The other kind stands for the cursor of a scan, and no script call has one.
+            Some(_) | None => &[],
         }
     }
 
     /// The script with its arguments.
     fn command(&self, route: Route, name: Name) -> Cow<'_, Cmd> {
-        let (script, last) = match (&self.beside, route) {
+        let (script, response) = match (&self.beside, route) {
             (None, _) if name == Name::Hash => return Cow::Borrowed(&self.by_hash),
-            (None, _) => (self.script, None),
-            (Some(beside), Route::Through) => (self.script, Some(&beside.response)),
-            (Some(beside), Route::Beside) => (beside.script, None),
+            (None, _) | (Some(_), Route::Beside) => (self.script, &[][..]),
+            (Some(beside), Route::Through) => (beside.through, &beside.response[..]),
         };
         let mut cmd = Cmd::new();
         match name {
@@ -327,27 +349,23 @@ impl Call {
             (Some(beside), Route::Beside) => cmd.arg(2).arg(self.key()).arg(&beside.key),
             (_, _) => cmd.arg(1).arg(self.key()),
         };
-        for argument in self.by_hash.args_iter().skip(KEY_AT + 1) {
-            // The other kind stands for the cursor of a scan, and no script call has one.
-            if let ::redis::Arg::Simple(bytes) = argument {
-                cmd.arg(bytes);
-            }
-        }
-        if let Some(response) = last {
-            cmd.arg(&response[..]);
+        let arguments = self.by_hash.args_iter().count() - (self.key_at + 1);
+        for at in 0..arguments {
+            let behind = if at == 0 { response } else { &[] };
+            cmd.arg(Parts([self.argument(at), behind]));
         }
         Cow::Owned(cmd)
     }
 }
 
 impl Beside {
-    fn write(&self, pipeline: &mut Pipeline, asking: bool) {
+    fn write(&self, pipeline: &mut Pipeline, head: &[u8], asking: bool) {
         if asking {
             pipeline.cmd("ASKING");
         }
-        let mut set =
-            Cmd::with_capacity(5, HEADS + self.key.len() + HEAD.len() + self.response.len());
-        set.arg("SET").arg(&self.key).arg(Parts([&HEAD, &self.response]));
+        let room = HEADS + self.key.len() + head.len() + self.response.len();
+        let mut set = Cmd::with_capacity(5, room);
+        set.arg("SET").arg(&self.key).arg(Parts([head, &self.response]));
         set.arg("PX").arg(BESIDE_KEPT);
         pipeline.add_command(set);
     }
@@ -388,14 +406,14 @@ mod tests {
     #[test]
     fn a_response_goes_beside_the_record_or_through_its_script() {
         let response = Bytes::from_static(b"answer");
-        let call =
-            Call::new(&COMPLETE, "idem:{k}", 0).arg(b"a").beside(&COMPLETE_LARGE, "b", response);
+        let call = Call::new(&COMPLETE_LARGE, "idem:{k}", 0).arg(b"head").number(9);
+        let call = call.beside(&COMPLETE, "b", response);
         let mut through = Cmd::new();
-        through.arg("EVALSHA").arg(&*COMPLETE.sha).arg(1).arg("idem:{k}").arg("a").arg("answer");
+        through.arg("EVALSHA").arg(&*COMPLETE.sha).arg(1).arg("idem:{k}").arg("headanswer").arg(9);
         assert_eq!(packed(&call.command(Route::Through, Name::Hash)), packed(&through));
         let mut beside = Cmd::new();
         beside.arg("EVALSHA").arg(&*COMPLETE_LARGE.sha).arg(2).arg("idem:{k}").arg("idem:{k}:b");
-        beside.arg("a");
+        beside.arg("head").arg(9);
         assert_eq!(packed(&call.command(Route::Beside, Name::Hash)), packed(&beside));
     }
 }

@@ -14,15 +14,17 @@
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use ::redis::{Cmd, Pipeline, Value};
+use bytes::Bytes;
 use futures_util::future::join_all;
 
 use super::call::Call;
+use super::claim;
 use super::connect::{Failure, Urgency};
 use super::script::{self, Looked};
 use super::{NAME, RedisStore, Verb};
 use crate::error::{StoreError, StoreErrorKind};
 use crate::record::{
-    Amend, Current, Forget, ForgetOutcome, HEADER_LENGTH, Millis, ResolveOutcome, Sighting,
+    self, Amend, Current, Forget, ForgetOutcome, HEADER_LENGTH, Millis, ResolveOutcome, Sighting,
     Standing, Unreadable,
 };
 use crate::scope::StorageKey;
@@ -153,8 +155,9 @@ impl RedisStore {
             let looks = some.iter().map(|&key| self.look_at("list", key, Some(HEADER_LENGTH)));
             for (&key, looked) in some.iter().zip(join_all(looks).await) {
                 entries.push(match looked? {
-                    Looked::Found { now, length, bytes, .. } => {
+                    Looked::Found { now, left, length, bytes } => {
                         latest = latest.max(now);
+                        let bytes = record::written_out(bytes, expiry(now, left));
                         let sighting = Sighting::read(&bytes, length).ok();
                         sighting.map(|sighting| Entry { key, sighting })
                     }
@@ -250,7 +253,7 @@ impl RedisStore {
             let mut answers = self.ask(&primary, &questions).await?.into_iter();
             about += answers.next().map_or(0, |value| integer(&value));
             // The earliest of their clocks: what was overdue then is found.
-            if let Some(now) = answers.next().and_then(time) {
+            if let Some(now) = answers.next().and_then(|value| claim::now(&value)) {
                 started = started.min(now);
             }
         }
@@ -286,7 +289,7 @@ impl RedisStore {
             StoreError::new(StoreErrorKind::Backend, NAME, "audit")
                 .with_source("the reply of SCAN cannot be read; does the user have +scan?")
         })?;
-        let now = answers.next().and_then(time).unwrap_or_else(clock);
+        let now = answers.next().and_then(|value| claim::now(&value)).unwrap_or_else(clock);
         self.add_overdue(&mut walk, &names, now).await?;
         walk.scanned += names.len() as u64;
         walk.scan = scan;
@@ -327,15 +330,17 @@ impl RedisStore {
         let mut questions = Pipeline::new();
         for name in names {
             questions.cmd("GETRANGE").arg(name).arg(0).arg(HEADER_LENGTH - 1);
-            questions.cmd("STRLEN").arg(name);
+            questions.cmd("STRLEN").arg(name).cmd("PEXPIRETIME").arg(name);
         }
         let answers = self.ask(&walk.primary, &questions).await?;
         let mut overdue = Vec::new();
-        for (name, answer) in names.iter().zip(answers.chunks(2)) {
+        for (name, answer) in names.iter().zip(answers.chunks(3)) {
             // A key that has moved away, or has gone, is none of this node's.
-            let [Value::BulkString(header), Value::Int(length)] = answer else { continue };
+            let [Value::BulkString(header), Value::Int(length), expires] = answer else { continue };
             let length = usize::try_from(*length).unwrap_or_default();
-            let Ok(sighting) = Sighting::read(header, length) else { continue };
+            let expires = Some(Millis(integer(expires))).filter(|expires| expires.0 > 0);
+            let header = record::written_out(Bytes::copy_from_slice(header), expires);
+            let Ok(sighting) = Sighting::read(&header, length) else { continue };
             let settled = matches!(sighting.standing, Standing::Open | Standing::Completed);
             if let (false, Some(key)) = (settled, key_of(name)) {
                 overdue.push((sighting.since(now).0, key));
@@ -449,10 +454,9 @@ fn fields(value: Value) -> Vec<(Vec<u8>, Vec<u8>)> {
     texts.chunks_exact(2).map(|pair| (pair[0].clone(), pair[1].clone())).collect()
 }
 
-fn time(value: Value) -> Option<Millis> {
-    let texts = texts(value);
-    let number = |index: usize| std::str::from_utf8(texts.get(index)?).ok()?.parse::<u64>().ok();
-    Some(Millis(number(0)? * 1_000 + number(1)? / 1_000))
+/// When a record goes that has this much time left; never, if it has no end.
+fn expiry(now: Millis, left: Option<u64>) -> Option<Millis> {
+    left.map(|left| Millis(now.0.saturating_add(left)))
 }
 
 /// The cursor and the names of SCAN.
@@ -503,7 +507,8 @@ impl Inspect for RedisStore {
                     Sight { current: Current::Absent, contents, now, expires: None }
                 }
                 Looked::Found { now, left, bytes, .. } => {
-                    let expires = left.map(|left| Millis(now.0.saturating_add(left)));
+                    let expires = expiry(now, left);
+                    let bytes = record::written_out(bytes, expires);
                     Sight { current: Current::from_stored(Some(bytes)), contents, now, expires }
                 }
                 Looked::Foreign => {

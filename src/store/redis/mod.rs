@@ -34,6 +34,7 @@
 mod builder;
 mod call;
 mod check;
+mod claim;
 mod connect;
 mod inspect;
 mod script;
@@ -48,16 +49,17 @@ pub use check::{Concern, StartupChecks};
 
 use builder::{PREFIX, SetupError};
 use call::{Call, Wait};
+use claim::Seen;
 use connect::{CALL_TIMEOUT, Cause, Connections, Pooled, Urgency};
-use script::{BadReply, Claimed, Readiness, Reply};
+use script::{BadReply, Readiness};
 
-use bytes::Bytes;
+use ::redis::Value;
 
 use super::{Lease, Store, StoreFuture};
 use crate::error::{StoreError, StoreErrorKind};
 use crate::record::{
-    self, Claim, ClaimOutcome, CompleteOutcome, Completion, Current, Grant, Millis, Release,
-    ReleaseOutcome, RenewOutcome, Renewal, Resolution, ResolveOutcome, State,
+    Claim, ClaimOutcome, CompleteOutcome, Completion, Grant, Release, ReleaseOutcome, RenewOutcome,
+    Renewal, Resolution, ResolveOutcome,
 };
 use crate::scope::StorageKey;
 
@@ -85,7 +87,7 @@ struct Verb<T> {
     operation: &'static str,
     urgency: Urgency,
     unreadable: T,
-    read: fn(&mut Reply) -> Result<T, BadReply>,
+    read: fn(Value) -> Result<T, BadReply>,
     /// True of an outcome that holds only if enough replicas have what was written.
     hangs_on_replicas: fn(&T) -> bool,
 }
@@ -95,7 +97,7 @@ impl<T> Verb<T> {
         operation: &'static str,
         urgency: Urgency,
         unreadable: T,
-        read: fn(&mut Reply) -> Result<T, BadReply>,
+        read: fn(Value) -> Result<T, BadReply>,
     ) -> Self {
         Self { operation, urgency, unreadable, read, hangs_on_replicas: |_| false }
     }
@@ -189,6 +191,28 @@ impl RedisStore {
         }
     }
 
+    /// Claims by a plain command. `None` if it takes the script.
+    async fn claim_plainly(
+        &self,
+        name: &str,
+        claim: &Claim,
+    ) -> Result<Option<ClaimOutcome<Grant>>, StoreError> {
+        let Some(call) = claim::plain(name, claim) else { return Ok(None) };
+        let refusal = match self.look_plainly(&call.waiting(self.0.wait)).await {
+            Ok(seen) => return Ok(seen.judge(claim)),
+            Err(error) if claim::writes_are_refused(&error) => error,
+            Err(error) => return Err(error),
+        };
+        // What is there can be replayed all the same.
+        let seen = self.look_plainly(&claim::look(name)).await?;
+        if seen.is_new() { Err(refusal) } else { Ok(seen.judge(claim)) }
+    }
+
+    async fn look_plainly(&self, call: &Call) -> Result<Seen, StoreError> {
+        let verb = Verb::new("claim", Urgency::Ordinary, Seen::foreign(), claim::seen);
+        self.run(verb.holding_if(Seen::is_new), call).await
+    }
+
     async fn check_server(
         &self,
         operation: &'static str,
@@ -254,24 +278,16 @@ impl Store for RedisStore {
         claim: &'a Claim,
     ) -> StoreFuture<'a, ClaimOutcome<Lease>> {
         Box::pin(async move {
-            let call = script::claim(&self.name(key), claim).waiting(self.0.wait);
-            for _ in 0..LARGE_LOOKS {
-                let unreadable = Claimed::Outcome(ClaimOutcome::Unreadable);
-                let verb = Verb::new("claim", Urgency::Ordinary, unreadable, script::claimed)
-                    .holding_if(|claimed| {
-                        matches!(claimed, Claimed::Outcome(ClaimOutcome::Acquired(_)))
-                    });
-                let outcome = match self.run(verb, &call).await? {
-                    Claimed::Outcome(outcome) => outcome,
-                    Claimed::Large(found) => match judge_again(found, claim) {
-                        Some(outcome) => outcome,
-                        None => continue,
-                    },
-                };
+            let name = self.name(key);
+            if let Some(outcome) = self.claim_plainly(&name, claim).await? {
                 return Ok(outcome.map(|grant| Lease::new(key, claim, grant)));
             }
-            // Nothing was claimed.
-            Err(StoreError::new(StoreErrorKind::Unavailable, NAME, "claim"))
+            let call = script::claim(&name, claim).waiting(self.0.wait);
+            let unreadable = ClaimOutcome::Unreadable;
+            let verb = Verb::new("claim", Urgency::Ordinary, unreadable, script::claimed)
+                .holding_if(|outcome| matches!(outcome, ClaimOutcome::Acquired(_)));
+            let outcome = self.run(verb, &call).await?;
+            Ok(outcome.map(|grant| Lease::new(key, claim, grant)))
         })
     }
 
@@ -299,8 +315,8 @@ impl Store for RedisStore {
         completion: &'a Completion,
     ) -> StoreFuture<'a, CompleteOutcome> {
         Box::pin(async move {
-            let call = script::complete(&self.name(lease.key()), lease.owner(), completion)
-                .waiting(self.0.wait);
+            let (name, by, at) = (self.name(lease.key()), lease.owner(), lease.about_now());
+            let call = script::complete(&name, by, at, completion).waiting(self.0.wait);
             let unreadable = CompleteOutcome::Unreadable;
             let read = if call.is_beside() { script::completed_large } else { script::completed };
             let verb =
@@ -344,23 +360,6 @@ impl Store for RedisStore {
     fn ready(&self) -> StoreFuture<'_, ()> {
         Box::pin(self.check_server("ready", |call| call.waiting(self.0.wait)))
     }
-}
-
-/// How often a claim looks for a large answer that is gone when it is read. Each look needs the end of a
-/// retention, or somebody who forgets the key, in the same millisecond.
-const LARGE_LOOKS: u32 = 3;
-
-/// What a claim makes of a large answer, which was read behind the script: whoever stood there may have
-/// gone in between. `None` if so: it is worth claiming again.
-fn judge_again(found: Option<Bytes>, claim: &Claim) -> Option<ClaimOutcome<Grant>> {
-    let current = Current::from_stored(found);
-    let settled = match &current {
-        Current::Absent => false,
-        Current::Unreadable(_) => true,
-        Current::Present(record) => matches!(record.state, State::Completed { .. }),
-    };
-    // Time does not matter to what is completed.
-    settled.then(|| record::claim(current, Millis(0), claim).outcome)
 }
 
 #[cfg(test)]

@@ -14,7 +14,7 @@ use super::call::{
 };
 use crate::fingerprint::{Fingerprint, Fingerprints};
 use crate::record::{
-    Amend, Claim, ClaimOutcome, CompleteOutcome, Completion, Effects, Finding, Forget,
+    self, Amend, Claim, ClaimOutcome, CompleteOutcome, Completion, Effects, Finding, Forget,
     ForgetOutcome, Grant, Millis, OnExpired, Owner, Release, ReleaseOutcome, RenewOutcome, Renewal,
     Resolution, ResolveOutcome, Seen, Terms, Unsettled, Verdict, millis,
 };
@@ -40,7 +40,6 @@ macro_rules! codes {
 codes! {
     ClaimCode {
         Acquired = 1, InFlight = 2, Completed = 3, Mismatch = 4, Indeterminate = 5, Unreadable = 6,
-        Large = 7, First = 8,
     }
     RenewCode { Renewed = 1, Restored = 2, Lost = 3, Unreadable = 4 }
     CompleteCode {
@@ -75,10 +74,10 @@ fn is_foreign_type(error: &RedisError) -> bool {
 pub(super) fn outcome<T>(
     reply: RedisResult<Value>,
     unreadable: T,
-    read: impl FnOnce(&mut Reply) -> Result<T, BadReply>,
+    read: impl FnOnce(Value) -> Result<T, BadReply>,
 ) -> RedisResult<Result<T, BadReply>> {
     match reply {
-        Ok(value) => Ok(Reply::new(value).and_then(|mut reply| read(&mut reply))),
+        Ok(value) => Ok(read(value)),
         Err(error) if is_foreign_type(&error) => Ok(Ok(unreadable)),
         Err(error) => Err(error),
     }
@@ -108,14 +107,6 @@ impl Reply {
     fn bytes(&mut self) -> Result<Bytes, BadReply> {
         match self.values.next() {
             Some(Value::BulkString(bytes)) => Ok(bytes.into()),
-            _ => Err(BadReply),
-        }
-    }
-
-    fn bytes_or_nil(&mut self) -> Result<Option<Bytes>, BadReply> {
-        match self.values.next() {
-            Some(Value::Nil) => Ok(None),
-            Some(Value::BulkString(bytes)) => Ok(Some(bytes.into())),
             _ => Err(BadReply),
         }
     }
@@ -162,14 +153,6 @@ fn accepted(fingerprints: &Fingerprints) -> Vec<u8> {
     fingerprints.as_slice()[1..].iter().flat_map(|&older| print(older)).collect()
 }
 
-/// Fingerprint, holder, attempt, fence and time of creation, as in the record.
-fn owner_with_print(by: &Owner) -> [u8; PRINT_LENGTH + 32] {
-    let mut bytes = [0; PRINT_LENGTH + 32];
-    bytes[..PRINT_LENGTH].copy_from_slice(&print(by.fingerprints.current()));
-    bytes[PRINT_LENGTH..].copy_from_slice(&owner(by));
-    bytes
-}
-
 /// Holder, attempt, fence and time of creation, in the layout of the record.
 fn owner(owner: &Owner) -> [u8; 32] {
     let mut bytes = [0; 32];
@@ -206,22 +189,9 @@ pub(super) fn claim(key: &str, claim: &Claim) -> Call {
     }
 }
 
-/// What a claim found.
-#[derive(Debug, PartialEq)]
-pub(super) enum Claimed {
-    Outcome(ClaimOutcome<Grant>),
-    /// An answer that was too large to go through the script: the record as it was read behind it, if
-    /// it was still there.
-    Large(Option<Bytes>),
-}
-
-/// True of a claim that left a large answer where it is.
-pub(super) fn is_large(reply: &[Value]) -> bool {
-    reply == [Value::Int(ClaimCode::Large as i64)]
-}
-
-pub(super) fn claimed(reply: &mut Reply) -> Result<Claimed, BadReply> {
-    Ok(Claimed::Outcome(match ClaimCode::of(reply.code)? {
+pub(super) fn claimed(reply: Value) -> Result<ClaimOutcome<Grant>, BadReply> {
+    let mut reply = Reply::new(reply)?;
+    Ok(match ClaimCode::of(reply.code)? {
         ClaimCode::Acquired => ClaimOutcome::Acquired(Grant {
             attempt: reply.attempt()?,
             fence: reply.fence()?,
@@ -229,10 +199,6 @@ pub(super) fn claimed(reply: &mut Reply) -> Result<Claimed, BadReply> {
             takeover: reply.number()? == 1,
             checkpoint: reply.bytes()?,
         }),
-        ClaimCode::First => {
-            let now = Millis(reply.number()?);
-            ClaimOutcome::Acquired(Grant::first(now))
-        }
         ClaimCode::InFlight => {
             ClaimOutcome::InFlight { remaining: Duration::from_millis(reply.number()?) }
         }
@@ -245,8 +211,7 @@ pub(super) fn claimed(reply: &mut Reply) -> Result<Claimed, BadReply> {
             checkpoint: reply.bytes()?,
         }),
         ClaimCode::Unreadable => ClaimOutcome::Unreadable,
-        ClaimCode::Large => return Ok(Claimed::Large(reply.bytes_or_nil()?)),
-    }))
+    })
 }
 
 pub(super) fn renew(key: &str, by: &Owner, renewal: &Renewal) -> Call {
@@ -261,7 +226,8 @@ pub(super) fn renew(key: &str, by: &Owner, renewal: &Renewal) -> Call {
     }
 }
 
-pub(super) fn renewed(reply: &mut Reply) -> Result<RenewOutcome, BadReply> {
+pub(super) fn renewed(reply: Value) -> Result<RenewOutcome, BadReply> {
+    let reply = Reply::new(reply)?;
     Ok(match RenewCode::of(reply.code)? {
         RenewCode::Renewed => RenewOutcome::Renewed,
         RenewCode::Restored => RenewOutcome::Restored,
@@ -274,16 +240,23 @@ pub(super) fn renewed(reply: &mut Reply) -> Result<RenewOutcome, BadReply> {
 /// copies that it saves.
 pub(super) const LARGE: usize = 4_096;
 
-pub(super) fn complete(key: &str, by: &Owner, completion: &Completion) -> Call {
+pub(super) fn complete(key: &str, by: &Owner, at: Millis, completion: &Completion) -> Call {
     let response = &completion.response;
-    let call = Call::new(&COMPLETE, key, ROOM + response.len().min(LARGE))
-        .arg(&owner_with_print(by))
-        .lasting(millis(completion.terms.retention))
-        .arg(&accepted(&by.fingerprints));
-    if response.len() < LARGE {
-        return call.arg(response);
+    let head = record::completed_head(by, at, response.len());
+    let (call, large) = if response.len() < LARGE {
+        (Call::new(&COMPLETE, key, ROOM + response.len()).parts([&head, response]), None)
+    } else {
+        (Call::new(&COMPLETE_LARGE, key, ROOM).arg(&head), Some(response.clone()))
+    };
+    let call = call.lasting(millis(completion.terms.retention));
+    let call = match accepted(&by.fingerprints) {
+        older if older.is_empty() => call,
+        older => call.arg(&older),
+    };
+    match large {
+        None => call,
+        Some(response) => call.beside(&COMPLETE, &by.holder.to_text(), response),
     }
-    call.beside(&COMPLETE_LARGE, &by.holder.to_text(), response.clone())
 }
 
 /// True if the response that a script was to fetch was not there.
@@ -292,7 +265,11 @@ pub(super) fn found_nothing_beside(reply: &Value) -> bool {
     matches!(reply, Value::Array(values) if *values == nothing)
 }
 
-pub(super) fn completed(reply: &mut Reply) -> Result<CompleteOutcome, BadReply> {
+pub(super) fn completed(reply: Value) -> Result<CompleteOutcome, BadReply> {
+    completion(Reply::new(reply)?)
+}
+
+fn completion(mut reply: Reply) -> Result<CompleteOutcome, BadReply> {
     Ok(match CompleteCode::of(reply.code)? {
         CompleteCode::Stored => CompleteOutcome::Stored,
         CompleteCode::Healed => CompleteOutcome::Healed,
@@ -306,12 +283,17 @@ pub(super) fn completed(reply: &mut Reply) -> Result<CompleteOutcome, BadReply> 
 
 /// The same of a response that was put beside, or went through the other script after all: what both answer
 /// has the same codes.
-pub(super) fn completed_large(reply: &mut Reply) -> Result<CompleteOutcome, BadReply> {
-    use CompleteLargeCode as Code;
+pub(super) fn completed_large(reply: Value) -> Result<CompleteOutcome, BadReply> {
+    let reply = Reply::new(reply)?;
     match CompleteLargeCode::of(reply.code)? {
-        Code::Stored | Code::Healed | Code::Restored | Code::Superseded => completed(reply),
-        Code::Mismatch | Code::Lost | Code::Unreadable => completed(reply),
-        Code::NothingBeside => Err(BadReply),
+        CompleteLargeCode::NothingBeside => Err(BadReply),
+        CompleteLargeCode::Stored | CompleteLargeCode::Healed | CompleteLargeCode::Restored => {
+            completion(reply)
+        }
+        CompleteLargeCode::Superseded | CompleteLargeCode::Mismatch | CompleteLargeCode::Lost => {
+            completion(reply)
+        }
+        CompleteLargeCode::Unreadable => completion(reply),
     }
 }
 
@@ -326,7 +308,8 @@ pub(super) fn release(key: &str, by: &Owner, release: &Release) -> Call {
         .number(verdict)
 }
 
-pub(super) fn released(reply: &mut Reply) -> Result<ReleaseOutcome, BadReply> {
+pub(super) fn released(reply: Value) -> Result<ReleaseOutcome, BadReply> {
+    let reply = Reply::new(reply)?;
     Ok(match ReleaseCode::of(reply.code)? {
         ReleaseCode::Released => ReleaseOutcome::Released,
         ReleaseCode::NotHeld => ReleaseOutcome::NotHeld,
@@ -345,7 +328,8 @@ pub(super) fn resolve(key: &str, resolution: &Resolution) -> Call {
     }
 }
 
-pub(super) fn resolved(reply: &mut Reply) -> Result<ResolveOutcome, BadReply> {
+pub(super) fn resolved(reply: Value) -> Result<ResolveOutcome, BadReply> {
+    let reply = Reply::new(reply)?;
     Ok(match ResolveCode::of(reply.code)? {
         ResolveCode::Resolved => ResolveOutcome::Resolved,
         ResolveCode::Changed => ResolveOutcome::Changed,
@@ -368,7 +352,8 @@ pub(super) fn ready(key: &str) -> Call {
 /// so that it can be seen by somebody who looks for it.
 const READY_MARK: u64 = 1_000;
 
-pub(super) fn readiness(reply: &mut Reply) -> Result<Readiness, BadReply> {
+pub(super) fn readiness(reply: Value) -> Result<Readiness, BadReply> {
+    let reply = Reply::new(reply)?;
     Ok(match ReadyCode::of(reply.code)? {
         ReadyCode::Ready => Readiness::Ready,
         ReadyCode::TooOld => Readiness::TooOld,
@@ -399,7 +384,8 @@ pub(super) fn look(key: &str, first: Option<usize>) -> Call {
     }
 }
 
-pub(super) fn looked(reply: &mut Reply) -> Result<Looked, BadReply> {
+pub(super) fn looked(reply: Value) -> Result<Looked, BadReply> {
+    let mut reply = Reply::new(reply)?;
     let (code, now) = (LookCode::of(reply.code)?, Millis(reply.number()?));
     Ok(match code {
         LookCode::Absent => Looked::Absent { now },
@@ -418,7 +404,8 @@ pub(super) fn amend(key: &str, amend: &Amend) -> Call {
         .arg(&amend.response)
 }
 
-pub(super) fn amended(reply: &mut Reply) -> Result<ResolveOutcome, BadReply> {
+pub(super) fn amended(reply: Value) -> Result<ResolveOutcome, BadReply> {
+    let reply = Reply::new(reply)?;
     Ok(match AmendCode::of(reply.code)? {
         AmendCode::Resolved => ResolveOutcome::Resolved,
         AmendCode::Changed => ResolveOutcome::Changed,
@@ -433,7 +420,8 @@ pub(super) fn forget(key: &str, forget: &Forget) -> Call {
     }
 }
 
-pub(super) fn forgotten(reply: &mut Reply) -> Result<ForgetOutcome, BadReply> {
+pub(super) fn forgotten(reply: Value) -> Result<ForgetOutcome, BadReply> {
+    let mut reply = Reply::new(reply)?;
     Ok(match ForgetCode::of(reply.code)? {
         ForgetCode::Forgotten => ForgetOutcome::Forgotten,
         ForgetCode::Absent => ForgetOutcome::Absent,
@@ -452,7 +440,8 @@ pub(super) fn note(key: &str, arguments: [&[u8]; 6], length: u64) -> Call {
     arguments.iter().fold(call, |call, bytes| call.arg(bytes)).number(length)
 }
 
-pub(super) fn noted(reply: &mut Reply) -> Result<(), BadReply> {
+pub(super) fn noted(reply: Value) -> Result<(), BadReply> {
+    let reply = Reply::new(reply)?;
     match NoteCode::of(reply.code)? {
         NoteCode::Noted => Ok(()),
     }
@@ -467,7 +456,7 @@ mod tests {
         let reply = |values| Reply::new(Value::Array(values));
         assert!(Reply::new(Value::Okay).is_err());
         assert!(reply(vec![]).is_err());
-        let claim = |values| reply(values).and_then(|mut reply| claimed(&mut reply));
+        let claim = |values| claimed(Value::Array(values));
         assert_eq!(claim(vec![Value::Int(7)]), Err(BadReply));
         assert_eq!(claim(vec![Value::Int(2)]), Err(BadReply));
         assert_eq!(claim(vec![Value::Int(5), Value::BulkString(vec![0; 15])]), Err(BadReply));

@@ -1,0 +1,192 @@
+//! What a store writes that learns the time only from what it writes: the record of a first claim, and the
+//! head of an answer.
+//!
+//! Redis tells the time with the command that claims, which is a trip too late to write it down. But the
+//! record's expiry is by the same clock, and is set by the same command: the times follow from it. Any change
+//! of such a record writes them out.
+
+use bytes::{Buf, BufMut, Bytes, BytesMut};
+
+use super::codec::{COMPLETED, HEADER_LENGTH, IN_FLIGHT, MAX_48, UNTOUCHED, VERSION};
+use super::{Claim, Effects, Millis, Owner, millis};
+use crate::token::Attempt;
+
+/// As [`IN_FLIGHT`] and [`UNTOUCHED`].
+const FIRST: u8 = 6;
+const FIRST_UNTOUCHED: u8 = 7;
+
+/// The record of a first claim, by somebody who does not know the time. `None` if its times take more
+/// room than there is.
+pub(crate) fn first(claim: &Claim) -> Option<[u8; HEADER_LENGTH]> {
+    let lease = u32::try_from(millis(claim.terms.lease)).ok()?;
+    let beyond = millis(claim.terms.unknown_retention);
+    let state = match claim.effects {
+        Effects::Anywhere => FIRST,
+        Effects::Marked => FIRST_UNTOUCHED,
+    };
+    let mut header = [0; HEADER_LENGTH];
+    let mut rest = &mut header[..];
+    rest.put_u8(VERSION);
+    rest.put_u8(state);
+    let fingerprint = claim.fingerprints.current();
+    rest.put_slice(fingerprint.recipe().as_bytes());
+    rest.put_slice(fingerprint.digest());
+    rest.put_slice(claim.holder.as_bytes());
+    rest.put_u32(Attempt::FIRST.number());
+    rest.put_bytes(0, 12);
+    rest.put_uint(Some(beyond).filter(|&beyond| beyond <= MAX_BEYOND)?, 6);
+    rest.put_u32(lease);
+    Some(header)
+}
+
+/// The longest that a record of a first claim is kept beyond its lease, in milliseconds: a thousand years.
+const MAX_BEYOND: u64 = 1 << 45;
+
+/// The head of a completed record, whose response has this many bytes.
+pub(crate) fn completed_head(owner: &Owner, at: Millis, response: usize) -> [u8; HEADER_LENGTH] {
+    let mut header = [0; HEADER_LENGTH];
+    let mut rest = &mut header[..];
+    rest.put_u8(VERSION);
+    rest.put_u8(COMPLETED);
+    let fingerprint = owner.fingerprints.current();
+    rest.put_slice(fingerprint.recipe().as_bytes());
+    rest.put_slice(fingerprint.digest());
+    rest.put_slice(owner.holder.as_bytes());
+    rest.put_u32(owner.attempt.number());
+    rest.put_uint(owner.fence.number().min(MAX_48), 6);
+    rest.put_uint(owner.created.0.min(MAX_48), 6);
+    rest.put_uint(at.0.min(MAX_48), 6);
+    rest.put_u32(u32::try_from(response).unwrap_or(u32::MAX));
+    header
+}
+
+/// A record of a first claim with the times that follow from its expiry; any other as it is.
+pub(crate) fn written_out(bytes: Bytes, expires: Option<Millis>) -> Bytes {
+    let state = match bytes.get(..2) {
+        Some([VERSION, FIRST]) => IN_FLIGHT,
+        Some([VERSION, FIRST_UNTOUCHED]) => UNTOUCHED,
+        _ => return bytes,
+    };
+    let (Some(expires), Some(times)) = (expires, bytes.get(70..80)) else { return bytes };
+    let (mut times, mut all) = (times, BytesMut::from(&bytes[..]));
+    let Some(until) = expires.0.checked_sub(times.get_uint(6)) else { return bytes };
+    let made = until.saturating_sub(u64::from(times.get_u32()));
+    all[1] = state;
+    let mut out = &mut all[58..76];
+    for time in [made, made, until] {
+        out.put_uint(time.min(MAX_48), 6);
+    }
+    all.freeze()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+    use crate::fingerprint::{Fingerprint, Fingerprints, RecipeId};
+    use crate::record::{
+        Change, Completion, OnExpired, Record, Step, Terms, Writes, claim, complete,
+    };
+    use crate::record::{Current, HEADER_LENGTH};
+    use crate::token::HolderId;
+
+    const FILES: [(Effects, &str); 2] = [
+        (Effects::Anywhere, include_str!("../../tests/golden/record-v1-first.hex")),
+        (Effects::Marked, include_str!("../../tests/golden/record-v1-first-untouched.hex")),
+    ];
+
+    fn bytes_of(file: &str) -> Vec<u8> {
+        let digits: String =
+            file.lines().filter_map(|line| line.split(" #").next()).collect::<Vec<_>>().concat();
+        let pairs = (0..digits.len()).step_by(2);
+        pairs.map(|at| u8::from_str_radix(&digits[at..at + 2], 16).unwrap()).collect()
+    }
+
+    fn claim_of(effects: Effects) -> Claim {
+        let digest = std::array::from_fn(|at| u8::try_from(at).unwrap());
+        let recipe = RecipeId::from_bytes([0xfd, 0x1b, 0x99, 0x57]);
+        Claim {
+            holder: HolderId::from_bytes(std::array::from_fn(|at| {
+                0xf0 + u8::try_from(at).unwrap()
+            })),
+            fingerprints: Fingerprints::one(Fingerprint::from_stored(recipe, digest)),
+            terms: Terms {
+                lease: Duration::from_secs(30),
+                retention: Duration::from_secs(24 * 3_600),
+                unknown_retention: Duration::from_secs(7 * 24 * 3_600),
+            },
+            on_expired: OnExpired::Refuse,
+            effects,
+        }
+    }
+
+    #[test]
+    fn a_first_claim_has_the_bytes_that_were_released() {
+        for (effects, file) in FILES {
+            assert_eq!(first(&claim_of(effects)).unwrap()[..], bytes_of(file)[..]);
+        }
+    }
+
+    #[test]
+    fn with_its_expiry_it_is_the_record_that_the_rules_write() {
+        for (effects, file) in FILES {
+            let (claim_of, now) = (claim_of(effects), Millis(1_764_457_200_123));
+            let Step { change: Change::Write { record, .. }, .. } =
+                claim(Current::Absent, now, &claim_of)
+            else {
+                panic!("it is granted")
+            };
+            let terms = claim_of.terms;
+            let expires = now.after(terms.lease + terms.unknown_retention);
+            let out = written_out(bytes_of(file).into(), Some(expires));
+            assert_eq!(Record::decode(out).unwrap(), *record);
+        }
+    }
+
+    #[test]
+    fn without_an_expiry_that_fits_it_stays_as_it_is() {
+        let bytes = Bytes::from(bytes_of(FILES[0].1));
+        for expires in [None, Some(Millis(0)), Some(Millis(604_799_999))] {
+            assert_eq!(written_out(bytes.clone(), expires), bytes, "{expires:?}");
+        }
+        // Cut, or another record.
+        for other in [&bytes[..75], &b"\x01\x04"[..], b"\x02\x06", b""] {
+            let other = Bytes::copy_from_slice(other);
+            assert_eq!(written_out(other.clone(), Some(Millis(1 << 40))), other);
+        }
+    }
+
+    #[test]
+    fn times_that_take_more_room_are_left_to_others() {
+        let with = |change: fn(&mut Terms)| {
+            let mut claim = claim_of(Effects::Anywhere);
+            change(&mut claim.terms);
+            first(&claim)
+        };
+        assert!(with(|_| {}).is_some());
+        assert!(with(|terms| terms.lease = Duration::from_secs(60 * 24 * 3_600)).is_none());
+        assert!(with(|terms| terms.unknown_retention = Duration::MAX).is_none());
+    }
+
+    #[test]
+    fn the_head_of_an_answer_is_that_of_the_record_that_the_rules_write() {
+        let claim_of = claim_of(Effects::Anywhere);
+        let owner = Owner {
+            holder: claim_of.holder,
+            fingerprints: claim_of.fingerprints,
+            attempt: Attempt::FIRST,
+            fence: crate::token::Fence::from_number(7),
+            created: Millis(5),
+        };
+        let response = Bytes::from_static(b"answer");
+        let completion = Completion { terms: claim_of.terms, response, writes: Writes::Keep };
+        let Step { change: Change::Write { record, .. }, .. } =
+            complete(Current::Absent, Millis(9), &owner, &completion)
+        else {
+            panic!("it is stored")
+        };
+        let bytes = record.encode();
+        assert_eq!(completed_head(&owner, Millis(9), 6)[..], bytes[..HEADER_LENGTH]);
+    }
+}
