@@ -10,11 +10,8 @@
 use std::borrow::Cow;
 use std::sync::LazyLock;
 
-use ::redis::aio::MultiplexedConnection;
-use ::redis::{Cmd, Pipeline, RedisResult, RedisWrite, ToRedisArgs, ToSingleRedisArg, Value};
+use ::redis::{Cmd, RedisResult, RedisWrite, ToRedisArgs, ToSingleRedisArg, Value};
 use bytes::Bytes;
-
-use super::script;
 
 /// A Lua script and the name that Redis caches it under.
 #[derive(Debug)]
@@ -73,6 +70,77 @@ pub(super) struct Answer {
     pub(super) replicas: Option<u32>,
 }
 
+/// Commands that go out in one piece.
+pub(super) trait Commands {
+    /// Adds a command.
+    fn command(&mut self, command: &Cmd);
+
+    /// Adds a command of a few words, each in pieces.
+    fn words(&mut self, words: &[&[&[u8]]]);
+}
+
+struct Counted<'a> {
+    out: &'a mut dyn Commands,
+    count: usize,
+}
+
+impl Counted<'_> {
+    /// Which reply will be its.
+    fn command(&mut self, command: &Cmd) -> usize {
+        self.out.command(command);
+        self.count += 1;
+        self.count - 1
+    }
+
+    fn words(&mut self, words: &[&[&[u8]]]) -> usize {
+        self.out.words(words);
+        self.count += 1;
+        self.count - 1
+    }
+}
+
+/// Which reply is which.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Places {
+    time: Option<usize>,
+    value: usize,
+    expiry: Option<usize>,
+    replicas: Option<usize>,
+    count: usize,
+}
+
+impl Places {
+    /// What to make of the reply: of an array if there are several.
+    pub(super) fn answer(&self, reply: Value) -> RedisResult<Answer> {
+        if self.count == 1 {
+            return Ok(Answer { value: accepted(reply)?, replicas: None });
+        }
+        let mut replies = if let Value::Array(replies) = reply { replies } else { Vec::new() };
+        let mut take = |at: usize| match replies.get_mut(at) {
+            Some(reply) => std::mem::replace(reply, Value::Nil),
+            None => Value::Nil,
+        };
+        let value = accepted(take(self.value))?;
+        let value = match self.time.zip(self.expiry) {
+            None => value,
+            Some((time, expiry)) => Value::Array(vec![take(time), value, take(expiry)]),
+        };
+        let replicas = self.replicas.map(|at| {
+            let Value::Int(replicas) = take(at) else {
+                // An error, from a user without the right to WAIT or a server without the command.
+                return 0;
+            };
+            u32::try_from(replicas).unwrap_or(u32::MAX)
+        });
+        Ok(Answer { value, replicas })
+    }
+}
+
+/// What the server refuses is an error.
+pub(super) fn accepted(value: Value) -> RedisResult<Value> {
+    if let Value::ServerError(error) = value { Err(error.into()) } else { Ok(value) }
+}
+
 /// One run of a script: everything that has to be sent, ready to be sent more than once.
 pub(super) struct Call {
     script: &'static Script,
@@ -93,9 +161,18 @@ struct Beside {
     response: Bytes,
 }
 
-/// Where a response goes.
+/// One way to send a call.
 #[derive(Clone, Copy)]
-enum Route {
+pub(super) struct Way {
+    pub(super) route: Route,
+    pub(super) name: Name,
+    /// For a node that takes a slot over and has been named by the one that gives it.
+    pub(super) asking: bool,
+}
+
+/// Where a response goes.
+#[derive(Clone, Copy, Eq, PartialEq)]
+pub(super) enum Route {
     /// Into the other script, behind the head in its first argument.
     Through,
     /// Beside the record.
@@ -104,14 +181,14 @@ enum Route {
 
 /// How a script is named: by its hash, or by its whole text for a server that does not know the hash.
 #[derive(Clone, Copy, Eq, PartialEq)]
-enum Name {
+pub(super) enum Name {
     Hash,
     Text,
 }
 
 /// How long what was written beside a record stays if no script fetches it, in milliseconds. The script is
 /// in the same write, so this is for a connection that breaks between the two.
-const BESIDE_KEPT: u64 = 10_000;
+const BESIDE_KEPT: &[u8] = b"10000";
 
 /// Where the record's key stands among the arguments of a command.
 const KEY_AT: usize = 3;
@@ -179,6 +256,10 @@ impl Call {
         self
     }
 
+    pub(super) fn is_in_full(&self) -> bool {
+        self.in_full
+    }
+
     pub(super) fn is_beside(&self) -> bool {
         self.beside.is_some()
     }
@@ -225,103 +306,34 @@ impl Call {
         self.number(milliseconds.clamp(1, MAX_EXPIRY))
     }
 
-    /// Runs the script.
+    /// Writes what has to be sent in one piece, and says which replies are which.
     ///
-    /// `asking` is for a node that takes a slot over and has been named by the one that gives it.
-    pub(super) async fn send(
-        &self,
-        connection: &mut MultiplexedConnection,
-        asking: bool,
-    ) -> RedisResult<Answer> {
-        if self.beside.is_some() {
-            match self.send_by(Route::Beside, connection, asking).await {
-                // No room for it, or it was gone already.
-                Ok(answer) if script::found_nothing_beside(&answer.value) => {}
-                // A cluster moves the slot, and has one of the two keys here and the other one there.
-                Err(error) if error.code() == Some("TRYAGAIN") => {}
-                reply => return reply,
+    /// WAIT counts what its own connection wrote: on another one it would be content at once.
+    pub(super) fn write(&self, way: Way, out: &mut dyn Commands) -> Places {
+        let mut out = Counted { out, count: 0 };
+        let ask = |out: &mut Counted<'_>| {
+            if way.asking {
+                out.words(&[&[b"ASKING"]]);
             }
-        }
-        self.send_by(Route::Through, connection, asking).await
-    }
-
-    /// By its hash first; a server that does not know the hash gets the text, on the same connection and
-    /// to the same key. `SCRIPT LOAD` would go to every node of a cluster.
-    async fn send_by(
-        &self,
-        route: Route,
-        connection: &mut MultiplexedConnection,
-        asking: bool,
-    ) -> RedisResult<Answer> {
-        if !self.in_full {
-            match self.send_once(route, Name::Hash, connection, asking).await {
-                Err(error) if error.code() == Some("NOSCRIPT") => {}
-                reply => return reply,
-            }
-        }
-        self.send_once(route, Name::Text, connection, asking).await
-    }
-
-    async fn send_once(
-        &self,
-        route: Route,
-        name: Name,
-        connection: &mut MultiplexedConnection,
-        asking: bool,
-    ) -> RedisResult<Answer> {
-        let script = self.command(route, name);
-        let beside = self.beside.as_ref().filter(|_| matches!(route, Route::Beside));
-        if self.wait.is_none() && !asking && beside.is_none() && !self.timed {
-            let value = script.query_async(connection).await?;
-            return Ok(Answer { value, replicas: None });
-        }
-        // One pipeline is one write on one connection. WAIT counts what its own connection wrote: on
-        // another one it would be content at once.
-        let mut pipeline = ::redis::pipe();
-        if let Some(beside) = beside {
+        };
+        if let (Some(beside), Route::Beside) = (&self.beside, way.route) {
+            ask(&mut out);
             // What comes of it, the script finds out by itself.
-            beside.write(&mut pipeline, self.argument(0), asking);
+            let (key, record) = (beside.key.as_bytes(), [self.argument(0), &beside.response]);
+            out.words(&[&[b"SET"], &[key], &record, &[b"PX"], &[BESIDE_KEPT]]);
         }
-        let push = |pipeline: &mut Pipeline, command: Cmd| {
-            if asking {
-                pipeline.cmd("ASKING");
-            }
-            pipeline.add_command(command);
-            pipeline.len() - 1
-        };
-        let time_at = self.timed.then(|| {
-            pipeline.cmd("TIME");
-            pipeline.len() - 1
+        let time = self.timed.then(|| out.words(&[&[b"TIME"]]));
+        ask(&mut out);
+        let value = out.command(&self.command(way.route, way.name));
+        let expiry = self.timed.then(|| {
+            ask(&mut out);
+            out.words(&[&[b"PEXPIRETIME"], &[self.key().as_bytes()]])
         });
-        let value_at = push(&mut pipeline, script.into_owned());
-        let expiry_at = self.timed.then(|| {
-            let mut expiry = Cmd::new();
-            expiry.arg("PEXPIRETIME").arg(self.key());
-            push(&mut pipeline, expiry)
+        let replicas = self.wait.map(|wait| {
+            let (replicas, limit) = (wait.replicas.to_string(), wait.milliseconds.to_string());
+            out.words(&[&[b"WAIT"], &[replicas.as_bytes()], &[limit.as_bytes()]])
         });
-        let wait_at = self.wait.map(|wait| {
-            pipeline.cmd("WAIT").arg(wait.replicas).arg(wait.milliseconds);
-            pipeline.len() - 1
-        });
-        let count = pipeline.len();
-        let mut replies = connection.send_packed_commands(&pipeline, 0, count).await?;
-        let mut take = |at: usize| match replies.get_mut(at) {
-            Some(reply) => std::mem::replace(reply, Value::Nil),
-            None => Value::Nil,
-        };
-        let value = match (take(value_at), time_at.zip(expiry_at)) {
-            (Value::ServerError(error), _) => return Err(error.into()),
-            (value, None) => value,
-            (value, Some((time, expiry))) => Value::Array(vec![take(time), value, take(expiry)]),
-        };
-        let replicas = wait_at.map(|at| {
-            let Value::Int(replicas) = take(at) else {
-                // An error, from a user without the right to WAIT or a server without the command.
-                return 0;
-            };
-            u32::try_from(replicas).unwrap_or(u32::MAX)
-        });
-        Ok(Answer { value, replicas })
+        Places { time, value, expiry, replicas, count: out.count }
     }
 
     /// An argument of the script.
@@ -355,19 +367,6 @@ impl Call {
             cmd.arg(Parts([self.argument(at), behind]));
         }
         Cow::Owned(cmd)
-    }
-}
-
-impl Beside {
-    fn write(&self, pipeline: &mut Pipeline, head: &[u8], asking: bool) {
-        if asking {
-            pipeline.cmd("ASKING");
-        }
-        let room = HEADS + self.key.len() + head.len() + self.response.len();
-        let mut set = Cmd::with_capacity(5, room);
-        set.arg("SET").arg(&self.key).arg(Parts([head, &self.response]));
-        set.arg("PX").arg(BESIDE_KEPT);
-        pipeline.add_command(set);
     }
 }
 

@@ -5,8 +5,9 @@ use std::time::Duration;
 use ::redis::io::tcp::TcpSettings;
 use ::redis::{AsyncConnectionConfig, Client, ConnectionInfo, RedisResult};
 
+use super::link::Line;
 use super::sentinel::Sentinels;
-use super::stream::{self, KEEPALIVE_IDLE, Opened};
+use super::stream::{self, KEEPALIVE_IDLE};
 
 /// How many calls may be on their way to the connection's task before the next one waits: the requests that
 /// a busy process has in the air.
@@ -53,7 +54,7 @@ impl Dialer {
         matches!(self.to, To::Primary(_))
     }
 
-    pub(super) async fn dial(&self) -> RedisResult<Opened> {
+    pub(super) async fn dial(&self) -> RedisResult<Line> {
         match &self.to {
             To::One(client) => stream::open(client, &self.config, self.connect_timeout).await,
             To::Primary(sentinels) => sentinels.dial(&self.config, self.connect_timeout).await,

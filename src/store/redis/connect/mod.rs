@@ -8,17 +8,19 @@ mod address;
 mod cluster;
 mod dial;
 mod lanes;
+mod link;
 mod node;
 mod pool;
+mod resp;
 mod sentinel;
 mod shared;
 mod stream;
+mod wire;
 
 use std::fmt;
 use std::time::Duration;
 
-use ::redis::aio::MultiplexedConnection;
-use ::redis::{Cmd, ErrorKind, Pipeline, RedisError, RedisResult, Value};
+use ::redis::{Cmd, ErrorKind, Pipeline, RedisError, Value};
 
 pub(super) use address::{Address, AddressError, Certificates};
 pub(super) use cluster::Cluster;
@@ -142,21 +144,6 @@ impl Message<'_> {
 
     fn fell_short(&self, answer: &Answer) -> bool {
         matches!(self, Self::Script { call, .. } if call.shortfall(answer).is_some())
-    }
-
-    async fn send(&self, connection: &mut MultiplexedConnection) -> RedisResult<Answer> {
-        match self {
-            Self::Script { call, asking } => call.send(connection, *asking).await,
-            Self::Question(cmd) => {
-                let value = cmd.query_async(connection).await?;
-                Ok(Answer { value, replicas: None })
-            }
-            Self::Questions(questions) => {
-                let count = questions.len();
-                let values = connection.send_packed_commands(questions, 0, count).await?;
-                Ok(Answer { value: Value::Array(values), replicas: None })
-            }
-        }
     }
 }
 

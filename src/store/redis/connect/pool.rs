@@ -55,12 +55,12 @@ impl Pooled {
             Err(_) => return Err(Failure::NotSent(TooLong::Slot(limit).into())),
         };
         let Some(connection) = &mut slot.0 else { return Err(Failure::NotSent("no slot".into())) };
-        let failure = match timeout(limit, message.send(connection)).await {
+        let failure = match timeout(limit, message.send(&mut **connection)).await {
             Ok(Ok(answer)) => {
                 slot.give_back();
                 return Ok(answer);
             }
-            Ok(Err(error)) => Failure::of_reply(error),
+            Ok(Err(failure)) => failure,
             Err(_) => Failure::NoAnswer(TooLong::Reply(limit).into()),
         };
         if matches!(&failure, Failure::Refused(error) if !is_readonly(error)) {

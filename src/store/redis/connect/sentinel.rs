@@ -14,7 +14,8 @@ use futures_util::stream::FuturesUnordered;
 use tokio::time::timeout;
 
 use super::address;
-use super::stream::{self, Opened};
+use super::link::Line;
+use super::{Failure, Message, stream};
 
 type Place = (String, u16);
 
@@ -41,11 +42,11 @@ impl Sentinels {
         &self,
         config: &AsyncConnectionConfig,
         within: Duration,
-    ) -> RedisResult<Opened> {
+    ) -> RedisResult<Line> {
         let (places, mut failure) = self.places(config).await;
         for (host, port) in places {
             match self.dial_primary(&host, port, config, within).await {
-                Ok(opened) => return Ok(opened),
+                Ok(line) => return Ok(line),
                 Err(error) => failure = error,
             }
         }
@@ -100,21 +101,25 @@ impl Sentinels {
         port: u16,
         config: &AsyncConnectionConfig,
         within: Duration,
-    ) -> RedisResult<Opened> {
+    ) -> RedisResult<Line> {
         let client = Client::open(address::moved(&self.primary, host, port))?;
-        let mut opened = stream::open(&client, config, within).await?;
+        let mut line = stream::open(&client, config, within).await?;
         let mut question = Cmd::new();
         question.arg("ROLE");
-        let role = timeout(self.step, question.query_async::<Value>(&mut opened.connection)).await;
-        match role.unwrap_or_else(|_| Err(too_slow("the primary"))) {
-            Ok(role) if is_primary(&role) => Ok(opened),
+        let asking = Message::Question(&question);
+        let role = timeout(self.step, asking.send(&mut line)).await;
+        match role.unwrap_or_else(|_| Err(Failure::NoAnswer(too_slow("the primary").into()))) {
+            Ok(role) if is_primary(&role.value) => Ok(line),
             Ok(_) => {
                 Err((ErrorKind::Client, "the Sentinels still name a server that is a replica")
                     .into())
             }
             // A user without the right to ask. A replica will refuse the first write.
-            Err(error) if error.code() == Some("NOPERM") => Ok(opened),
-            Err(error) => Err(error),
+            Err(Failure::Refused(error)) if error.code() == Some("NOPERM") => Ok(line),
+            Err(Failure::Refused(error)) => Err(error),
+            Err(Failure::NotSent(cause) | Failure::NoAnswer(cause)) => {
+                Err(std::io::Error::other(cause).into())
+            }
         }
     }
 }

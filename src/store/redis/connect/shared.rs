@@ -1,7 +1,6 @@
 //! One multiplexed connection for the whole process, watched and replaced.
 //!
-//! A connection that stays open and answers nothing, and one to a demoted primary, look healthy to
-//! redis-rs for ever. So this counts time-outs, reads refusals, and makes a new connection: in the
+//! A connection that stays open and answers nothing, and one to a demoted primary, look healthy for ever. So this counts time-outs, reads refusals, and makes a new connection: in the
 //! background, one at a time, with pauses between attempts, so that a server that comes back is not
 //! met by a storm.
 
@@ -10,13 +9,11 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use ::redis::aio::MultiplexedConnection;
 use ::redis::{RedisError, RedisResult};
 use tokio::sync::watch;
 use tokio::time::{Instant, timeout, timeout_at};
-use tokio_util::task::AbortOnDropHandle;
 
-use super::stream::Opened;
+use super::link::Line;
 use super::{Dialer, Failure, Message, TooLong, is_readonly};
 use crate::store::redis::call::Answer;
 
@@ -44,7 +41,7 @@ struct Inner {
 }
 
 struct State {
-    line: Option<Arc<Line>>,
+    line: Option<Arc<Watched>>,
     /// Closed when the attempt that is under way ends.
     dialing: Option<watch::Receiver<()>>,
     failed: u32,
@@ -53,17 +50,14 @@ struct State {
 }
 
 /// A connection and how long it has been silent.
-struct Line {
-    connection: MultiplexedConnection,
-    /// Ends with the last call on the line.
-    _driver: Option<AbortOnDropHandle<()>>,
+struct Watched {
+    line: Line,
     unanswered: AtomicU32,
 }
 
-impl Line {
-    fn new(opened: Opened) -> Arc<Self> {
-        let Opened { connection, driver } = opened;
-        Arc::new(Self { connection, _driver: driver, unanswered: AtomicU32::new(0) })
+impl Watched {
+    fn new(line: Line) -> Arc<Self> {
+        Arc::new(Self { line, unanswered: AtomicU32::new(0) })
     }
 }
 
@@ -110,21 +104,33 @@ impl Shared {
 
     /// Connects now.
     pub(super) async fn begin(&self) -> RedisResult<()> {
-        let opened = self.0.dialer.dial().await?;
-        self.lock().line = Some(Line::new(opened));
+        let line = self.0.dialer.dial().await?;
+        self.lock().line = Some(Watched::new(line));
         Ok(())
     }
 
     /// Sends a message and waits for its reply.
     ///
     /// # Cancel safety
-    /// redis-rs matches replies to calls in order and throws the reply of a dropped call away.
+    /// Replies are matched with calls in order, and the reply of a dropped call is thrown away.
     pub(super) async fn run(&self, message: Message<'_>) -> Result<Answer, Failure> {
         let line = self.line().await?;
-        let mut connection = line.connection.clone();
+        match self.run_on(&line, message).await {
+            // It had ended before anything was sent, as after a restart of the server.
+            Err(Failure::NotSent(_)) if line.line.has_ended() => {
+                self.replace(&line, "it has ended");
+                let line = self.line().await?;
+                self.run_on(&line, message).await
+            }
+            result => result,
+        }
+    }
+
+    async fn run_on(&self, line: &Arc<Watched>, message: Message<'_>) -> Result<Answer, Failure> {
+        let mut link = line.line.clone();
         let limit = self.0.call_timeout;
-        let waiting = Waiting { shared: self, line: &line, since: Instant::now() };
-        let reply = timeout(limit, message.send(&mut connection)).await;
+        let waiting = Waiting { shared: self, line, since: Instant::now() };
+        let reply = timeout(limit, message.send(&mut link)).await;
         if reply.is_ok() {
             waiting.over();
         } else {
@@ -135,21 +141,21 @@ impl Shared {
                 line.answered();
                 // A primary that lost its replicas may be one that its Sentinels have given up.
                 if message.fell_short(&answer) && self.0.dialer.follows() {
-                    self.look_for_primary(&line);
+                    self.look_for_primary(line);
                 }
                 return Ok(answer);
             }
-            Ok(Err(error)) => Failure::of_reply(error),
+            Ok(Err(failure)) => failure,
             Err(_) => return Err(Failure::NoAnswer(TooLong::Reply(limit).into())),
         };
         match &failure {
             Failure::Refused(error) => {
                 line.answered();
                 if is_readonly(error) {
-                    self.look_for_primary(&line);
+                    self.look_for_primary(line);
                 }
             }
-            Failure::NoAnswer(_) => self.replace(&line, "it broke"),
+            Failure::NoAnswer(_) => self.replace(line, "it broke"),
             Failure::NotSent(_) => {}
         }
         Err(failure)
@@ -161,7 +167,7 @@ impl Shared {
     }
 
     /// The connection, or the next one if it is on its way.
-    async fn line(&self) -> Result<Arc<Line>, Failure> {
+    async fn line(&self) -> Result<Arc<Watched>, Failure> {
         let limit = self.0.call_timeout;
         let mut dialing = {
             let mut state = self.lock();
@@ -185,7 +191,7 @@ impl Shared {
     }
 
     /// Drops a connection that is of no use any more, and begins to make the next one.
-    fn replace(&self, line: &Arc<Line>, reason: &'static str) {
+    fn replace(&self, line: &Arc<Watched>, reason: &'static str) {
         let mut state = self.lock();
         // Many calls fail with one connection; the first to say so is enough.
         if state.line.as_ref().is_some_and(|current| Arc::ptr_eq(current, line)) {
@@ -197,7 +203,7 @@ impl Shared {
 
     /// Makes a new connection beside one that reaches a replica. That one stays until then: it still
     /// answers, and answers fast.
-    fn look_for_primary(&self, line: &Arc<Line>) {
+    fn look_for_primary(&self, line: &Arc<Watched>) {
         let mut state = self.lock();
         if state.line.as_ref().is_some_and(|current| Arc::ptr_eq(current, line))
             && self.dial(&mut state).is_some()
@@ -227,8 +233,8 @@ impl Shared {
             let made = this.0.dialer.dial().await;
             let mut state = this.lock();
             match made {
-                Ok(opened) => {
-                    state.line = Some(Line::new(opened));
+                Ok(line) => {
+                    state.line = Some(Watched::new(line));
                     state.failed = 0;
                     state.last_failure = None;
                 }
@@ -250,7 +256,7 @@ impl Shared {
 /// of the caller's, the connection has been silent once more.
 struct Waiting<'a> {
     shared: &'a Shared,
-    line: &'a Arc<Line>,
+    line: &'a Arc<Watched>,
     since: Instant,
 }
 
@@ -271,7 +277,7 @@ impl Drop for Waiting<'_> {
     }
 }
 
-impl Line {
+impl Watched {
     fn answered(&self) {
         // A plain look first: a store would take the cache line from the other cores each time.
         if self.unanswered.load(Ordering::Relaxed) != 0 {
