@@ -67,11 +67,11 @@ impl Engine {
             on_expired: policy.recovery.on_expired(),
             effects: policy.effects,
         };
-        let wait_until = Instant::now() + policy.wait;
+        let mut since = Instant::now();
+        let wait_until = since + policy.wait;
         let mut seat = None;
         let mut progress = Progress { found: None, inquiries: 0 };
         loop {
-            let since = Instant::now();
             let outcome = self.claim_surely(call.storage_key, &claim, policy).await;
             if let (Some((seat, _)), false) =
                 (&seat, matches!(outcome, Ok(ClaimOutcome::InFlight { .. })))
@@ -94,7 +94,10 @@ impl Engine {
                 Ok(ClaimOutcome::Mismatch) => return Claimed::refused(RejectionKind::KeyReused),
                 Ok(ClaimOutcome::Indeterminate(unsettled)) => {
                     match Box::pin(self.inquire(call, unsettled, &mut progress)).await {
-                        Ok(()) => continue,
+                        Ok(()) => {
+                            since = Instant::now();
+                            continue;
+                        }
                         Err(rejection) => return Claimed::refused(rejection),
                     }
                 }
@@ -142,6 +145,7 @@ impl Engine {
                 // Nobody waits for this answer any more, and nothing of ours is running.
                 () = answer.closed() => return in_use(),
             }
+            since = Instant::now();
         }
     }
 
@@ -200,10 +204,11 @@ impl Engine {
     where
         F: Future<Output = Result<T, StoreError>>,
     {
-        let deadline = Instant::now() + policy.claim_within;
+        let mut now = Instant::now();
+        let deadline = now + policy.claim_within;
         let mut tries = 0;
         loop {
-            let bound = policy.store_call.min(deadline.saturating_duration_since(Instant::now()));
+            let bound = policy.store_call.min(deadline.saturating_duration_since(now));
             let error = match self.timed(verb, bound, call()).await {
                 Ok(outcome) => return Ok(outcome),
                 Err(error) => error,
@@ -223,6 +228,7 @@ impl Engine {
             }
             observe::call_again(verb);
             sleep(pause).await;
+            now = Instant::now();
         }
     }
 }

@@ -2,7 +2,7 @@
 
 use std::future::Future;
 use std::panic::AssertUnwindSafe;
-use std::pin::pin;
+use std::pin::Pin;
 use std::time::Duration;
 
 use futures_util::FutureExt as _;
@@ -38,8 +38,7 @@ impl Kept<'_> {
     ///
     /// A lease that is lost does not stop the work: only the handler knows where it can stop, and
     /// its signal is [`Execution::lease_lost`](crate::Execution::lease_lost).
-    pub(super) async fn during<F: Future>(&self, work: F) -> F::Output {
-        let mut work = pin!(work);
+    pub(super) async fn during<F: Future>(&self, mut work: Pin<&mut F>) -> F::Output {
         // A panic here (a subscriber's, a recorder's) must not take the handler with it.
         let keep = AssertUnwindSafe(self.keep()).catch_unwind();
         tokio::select! {

@@ -25,6 +25,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::future::Future;
 use std::panic::AssertUnwindSafe;
+use std::pin::pin;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -363,7 +364,8 @@ impl Engine {
             may_repeat: lease.is_repeatable() && run < RUNS_MAX,
         };
         let kept = Kept { engine: self, lease: &lease, policy, since, lost: &lost };
-        let work = async {
+        // Pinned here, and not handed on: it is large.
+        let work = pin!(async {
             // The call itself may panic, not only the future it makes.
             let ran = async { handler(input).await }.instrument(call.span.clone());
             let ran = AssertUnwindSafe(ran).catch_unwind().await;
@@ -374,7 +376,7 @@ impl Engine {
             let recorded = settle.clone().after_takeover(policy, lease.grant().takeover);
             let settled = self.settle(&lease, &recorded, policy, policy.complete_within).await;
             (ran, settle, recorded, settled)
-        };
+        });
         let (ran, settle, recorded, settled) = kept.during(work).await;
         match (&settled, &recorded) {
             (Settled::Stored, Settle::Complete { response, .. }) => {

@@ -30,12 +30,20 @@ impl Quota {
         limit: usize,
     ) -> Option<Place> {
         let mut callers = self.lock();
-        let inside = callers.get(&caller);
-        let is_twin = inside.is_some_and(|keys| keys.contains_key(&key));
-        if !is_twin && inside.map_or(0, HashMap::len) >= limit {
-            return None;
+        // One that is empty would stay behind.
+        let keys = match callers.entry(caller) {
+            Entry::Occupied(keys) => keys.into_mut(),
+            Entry::Vacant(_) if limit == 0 => return None,
+            Entry::Vacant(nobody) => nobody.insert(HashMap::new()),
+        };
+        let inside = keys.len();
+        match keys.entry(key) {
+            Entry::Occupied(mut requests) => *requests.get_mut() += 1,
+            Entry::Vacant(_) if inside >= limit => return None,
+            Entry::Vacant(first) => {
+                first.insert(1);
+            }
         }
-        *callers.entry(caller).or_default().entry(key).or_default() += 1;
         Some(Place { quota: Arc::clone(self), caller, key })
     }
 

@@ -147,7 +147,8 @@ pub(super) struct Call {
     /// The whole command, by the script's hash; without the response if that is put beside.
     by_hash: Cmd,
     key_at: usize,
-    beside: Option<Beside>,
+    /// Boxed, as few have one.
+    beside: Option<Box<Beside>>,
     timed: bool,
     wait: Option<Wait>,
     in_full: bool,
@@ -157,7 +158,7 @@ pub(super) struct Call {
 /// that takes it as an argument if that is not possible.
 struct Beside {
     through: &'static Script,
-    key: String,
+    key: Vec<u8>,
     response: Bytes,
 }
 
@@ -202,7 +203,7 @@ pub(super) const MAX_EXPIRY: u64 = 1 << 48;
 
 impl Call {
     /// A run on this key, whose arguments take about so many bytes.
-    pub(super) fn new(script: &'static Script, key: &str, room: usize) -> Self {
+    pub(super) fn new(script: &'static Script, key: &[u8], room: usize) -> Self {
         let mut by_hash = Cmd::with_capacity(ARGUMENTS, HEADS + key.len() + room);
         by_hash.arg("EVALSHA").arg(script.sha.as_str()).arg("1").arg(key);
         Self {
@@ -245,8 +246,8 @@ impl Call {
     /// Puts a response beside the record, under a name that nobody else uses and behind the head that is the
     /// first argument. If that is not possible, head and response become the first argument of `through`.
     pub(super) fn beside(mut self, through: &'static Script, name: &str, response: Bytes) -> Self {
-        let key = format!("{}:{name}", self.key());
-        self.beside = Some(Beside { through, key, response });
+        let key = [self.key(), b":", name.as_bytes()].concat();
+        self.beside = Some(Box::new(Beside { through, key, response }));
         self
     }
 
@@ -256,8 +257,10 @@ impl Call {
         self
     }
 
-    pub(super) fn is_in_full(&self) -> bool {
-        self.in_full
+    /// How it is sent first.
+    pub(super) fn first_way(&self, asking: bool) -> Way {
+        let route = if self.beside.is_some() { Route::Beside } else { Route::Through };
+        Way { route, name: if self.in_full { Name::Text } else { Name::Hash }, asking }
     }
 
     pub(super) fn is_beside(&self) -> bool {
@@ -276,12 +279,11 @@ impl Call {
     }
 
     /// The key of the record.
-    pub(super) fn key(&self) -> &str {
-        let key = self.by_hash.args_iter().nth(self.key_at);
-        match key {
-            Some(::redis::Arg::Simple(key)) => std::str::from_utf8(key).unwrap_or_default(),
+    pub(super) fn key(&self) -> &[u8] {
+        match self.by_hash.args_iter().nth(self.key_at) {
+            Some(::redis::Arg::Simple(key)) => key,
             // The other kind stands for the cursor of a scan.
-            Some(_) | None => "",
+            Some(_) | None => &[],
         }
     }
 
@@ -319,7 +321,7 @@ impl Call {
         if let (Some(beside), Route::Beside) = (&self.beside, way.route) {
             ask(&mut out);
             // What comes of it, the script finds out by itself.
-            let (key, record) = (beside.key.as_bytes(), [self.argument(0), &beside.response]);
+            let (key, record) = (&beside.key[..], [self.argument(0), &beside.response]);
             out.words(&[&[b"SET"], &[key], &record, &[b"PX"], &[BESIDE_KEPT]]);
         }
         let time = self.timed.then(|| out.words(&[&[b"TIME"]]));
@@ -327,7 +329,7 @@ impl Call {
         let value = out.command(&self.command(way.route, way.name));
         let expiry = self.timed.then(|| {
             ask(&mut out);
-            out.words(&[&[b"PEXPIRETIME"], &[self.key().as_bytes()]])
+            out.words(&[&[b"PEXPIRETIME"], &[self.key()]])
         });
         let replicas = self.wait.map(|wait| {
             let (replicas, limit) = (wait.replicas.to_string(), wait.milliseconds.to_string());
@@ -395,7 +397,7 @@ mod tests {
 
     #[test]
     fn the_text_is_sent_with_the_same_key_and_arguments() {
-        let call = Call::new(&RELEASE, "idem:{k}", 0).arg(&[0, 255]).lasting(0).number(2);
+        let call = Call::new(&RELEASE, b"idem:{k}", 0).arg(&[0, 255]).lasting(0).number(2);
         let mut expected = Cmd::new();
         expected.arg("EVAL").arg(RELEASE.text).arg(1).arg("idem:{k}").arg(&[0_u8, 255]);
         expected.arg(1).arg(2);
@@ -405,7 +407,7 @@ mod tests {
     #[test]
     fn a_response_goes_beside_the_record_or_through_its_script() {
         let response = Bytes::from_static(b"answer");
-        let call = Call::new(&COMPLETE_LARGE, "idem:{k}", 0).arg(b"head").number(9);
+        let call = Call::new(&COMPLETE_LARGE, b"idem:{k}", 0).arg(b"head").number(9);
         let call = call.beside(&COMPLETE, "b", response);
         let mut through = Cmd::new();
         through.arg("EVALSHA").arg(&*COMPLETE.sha).arg(1).arg("idem:{k}").arg("headanswer").arg(9);

@@ -36,7 +36,7 @@ const ARGUMENTS: usize = 7;
 const ROOM: usize = 160;
 
 /// A plain claim. `None` if its times do not fit into the record of a first claim.
-pub(super) fn plain(key: &str, claim: &Claim) -> Option<Call> {
+pub(super) fn plain(key: &[u8], claim: &Claim) -> Option<Call> {
     let record = record::first(claim)?;
     let mut set = Cmd::with_capacity(ARGUMENTS, ROOM + key.len());
     set.arg("SET").arg(key).arg(&record).arg("NX").arg("GET").arg("PX").arg(kept_for(claim));
@@ -44,7 +44,7 @@ pub(super) fn plain(key: &str, claim: &Claim) -> Option<Call> {
 }
 
 /// The same without the claim, for a server that takes no writes.
-pub(super) fn look(key: &str) -> Call {
+pub(super) fn look(key: &[u8]) -> Call {
     let mut get = Cmd::new();
     get.arg("GET").arg(key);
     Call::plain(get).timed()
@@ -75,7 +75,10 @@ pub(super) fn now(time: &Value) -> Option<Millis> {
     let Value::Array(parts) = time else { return None };
     let number = |part: &Value| {
         let Value::BulkString(digits) = part else { return None };
-        std::str::from_utf8(digits).ok()?.parse::<u64>().ok()
+        digits.iter().try_fold(0_u64, |number, digit| {
+            let digit = digit.checked_sub(b'0').filter(|&digit| digit < 10)?;
+            number.checked_mul(10)?.checked_add(u64::from(digit))
+        })
     };
     let [seconds, micros] = parts.as_slice() else { return None };
     Some(Millis(number(seconds)?.saturating_mul(1_000) + number(micros)? / 1_000))

@@ -569,8 +569,8 @@ impl Inspect for RedisStore {
             ];
             // Two for each change: before and after it.
             let length = u64::from(TRAIL_LENGTH) * 2;
-            let call =
-                script::note(&self.operators("trail"), arguments, length).waiting(self.0.wait);
+            let call = script::note(self.operators("trail").as_bytes(), arguments, length)
+                .waiting(self.0.wait);
             // A key of another type cannot be written to, so nothing is noted.
             let verb =
                 Verb::new("note", Urgency::Ordinary, Err(()), |reply| script::noted(reply).map(Ok))

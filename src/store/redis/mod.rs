@@ -194,18 +194,30 @@ impl RedisStore {
     /// Claims by a plain command. `None` if it takes the script.
     async fn claim_plainly(
         &self,
-        name: &str,
+        key: StorageKey,
         claim: &Claim,
     ) -> Result<Option<ClaimOutcome<Grant>>, StoreError> {
-        let Some(call) = claim::plain(name, claim) else { return Ok(None) };
+        let Some(call) = claim::plain(&self.name(key), claim) else { return Ok(None) };
         let refusal = match self.look_plainly(&call.waiting(self.0.wait)).await {
             Ok(seen) => return Ok(seen.judge(claim)),
             Err(error) if claim::writes_are_refused(&error) => error,
             Err(error) => return Err(error),
         };
         // What is there can be replayed all the same.
-        let seen = self.look_plainly(&claim::look(name)).await?;
+        let look = claim::look(&self.name(key));
+        let seen = Box::pin(self.look_plainly(&look)).await?;
         if seen.is_new() { Err(refusal) } else { Ok(seen.judge(claim)) }
+    }
+
+    async fn claim_by_script(
+        &self,
+        key: StorageKey,
+        claim: &Claim,
+    ) -> Result<ClaimOutcome<Grant>, StoreError> {
+        let call = script::claim(&self.name(key), claim).waiting(self.0.wait);
+        let verb = Verb::new("claim", Urgency::Ordinary, ClaimOutcome::Unreadable, script::claimed)
+            .holding_if(|outcome| matches!(outcome, ClaimOutcome::Acquired(_)));
+        self.run(verb, &call).await
     }
 
     async fn look_plainly(&self, call: &Call) -> Result<Seen, StoreError> {
@@ -218,7 +230,7 @@ impl RedisStore {
         operation: &'static str,
         adapt: impl FnOnce(Call) -> Call,
     ) -> Result<(), StoreError> {
-        let call = adapt(script::ready(&format!("{}:{{ready}}", self.0.prefix)));
+        let call = adapt(script::ready(format!("{}:{{ready}}", self.0.prefix).as_bytes()));
         // It overwrites whatever is under its key, so nothing there can be unreadable.
         let verb = Verb::new(operation, Urgency::Urgent, Readiness::Ready, script::readiness)
             .holding_if(|readiness| *readiness == Readiness::Ready);
@@ -246,10 +258,10 @@ impl Name {
 }
 
 impl std::ops::Deref for Name {
-    type Target = str;
+    type Target = [u8];
 
-    fn deref(&self) -> &str {
-        std::str::from_utf8(&self.bytes[..self.length]).expect("a prefix and base64url are text")
+    fn deref(&self) -> &[u8] {
+        &self.bytes[..self.length]
     }
 }
 
@@ -278,15 +290,11 @@ impl Store for RedisStore {
         claim: &'a Claim,
     ) -> StoreFuture<'a, ClaimOutcome<Lease>> {
         Box::pin(async move {
-            let name = self.name(key);
-            if let Some(outcome) = self.claim_plainly(&name, claim).await? {
-                return Ok(outcome.map(|grant| Lease::new(key, claim, grant)));
-            }
-            let call = script::claim(&name, claim).waiting(self.0.wait);
-            let unreadable = ClaimOutcome::Unreadable;
-            let verb = Verb::new("claim", Urgency::Ordinary, unreadable, script::claimed)
-                .holding_if(|outcome| matches!(outcome, ClaimOutcome::Acquired(_)));
-            let outcome = self.run(verb, &call).await?;
+            let outcome = match self.claim_plainly(key, claim).await? {
+                Some(outcome) => outcome,
+                // What is rare must not make the future of every claim larger.
+                None => Box::pin(self.claim_by_script(key, claim)).await?,
+            };
             Ok(outcome.map(|grant| Lease::new(key, claim, grant)))
         })
     }
@@ -315,8 +323,10 @@ impl Store for RedisStore {
         completion: &'a Completion,
     ) -> StoreFuture<'a, CompleteOutcome> {
         Box::pin(async move {
-            let (name, by, at) = (self.name(lease.key()), lease.owner(), lease.about_now());
-            let call = script::complete(&name, by, at, completion).waiting(self.0.wait);
+            let call = {
+                let (name, by, at) = (self.name(lease.key()), lease.owner(), lease.about_now());
+                script::complete(&name, by, at, completion).waiting(self.0.wait)
+            };
             let unreadable = CompleteOutcome::Unreadable;
             let read = if call.is_beside() { script::completed_large } else { script::completed };
             let verb =
@@ -372,7 +382,7 @@ mod tests {
         let pool = deadpool_redis::Pool::builder(manager).build().unwrap();
         let store = RedisStore::from_pool(pool);
         let key = StorageKey::from_bytes([0; 24]);
-        assert_eq!(&*store.name(key), "idem:{AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA}");
+        assert_eq!(&*store.name(key), b"idem:{AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA}");
         assert!(!format!("{store:?}").contains("127.0.0.1"));
     }
 }

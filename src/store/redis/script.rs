@@ -168,7 +168,7 @@ fn six_bytes(number: u64) -> [u8; 6] {
     low
 }
 
-pub(super) fn claim(key: &str, claim: &Claim) -> Call {
+pub(super) fn claim(key: &[u8], claim: &Claim) -> Call {
     let mode = match (claim.effects, claim.on_expired) {
         (Effects::Anywhere, OnExpired::Refuse) => 1,
         (Effects::Anywhere, OnExpired::Reexecute) => 2,
@@ -214,7 +214,7 @@ pub(super) fn claimed(reply: Value) -> Result<ClaimOutcome<Grant>, BadReply> {
     })
 }
 
-pub(super) fn renew(key: &str, by: &Owner, renewal: &Renewal) -> Call {
+pub(super) fn renew(key: &[u8], by: &Owner, renewal: &Renewal) -> Call {
     let call = Call::new(&RENEW, key, ROOM)
         .arg(&print(by.fingerprints.current()))
         .arg(&owner(by))
@@ -240,7 +240,7 @@ pub(super) fn renewed(reply: Value) -> Result<RenewOutcome, BadReply> {
 /// copies that it saves.
 pub(super) const LARGE: usize = 4_096;
 
-pub(super) fn complete(key: &str, by: &Owner, at: Millis, completion: &Completion) -> Call {
+pub(super) fn complete(key: &[u8], by: &Owner, at: Millis, completion: &Completion) -> Call {
     let response = &completion.response;
     let head = record::completed_head(by, at, response.len());
     let (call, large) = if response.len() < LARGE {
@@ -297,7 +297,7 @@ pub(super) fn completed_large(reply: Value) -> Result<CompleteOutcome, BadReply>
     }
 }
 
-pub(super) fn release(key: &str, by: &Owner, release: &Release) -> Call {
+pub(super) fn release(key: &[u8], by: &Owner, release: &Release) -> Call {
     let verdict = match release.verdict {
         Verdict::NoEffect => 1,
         Verdict::Unknown => 2,
@@ -317,7 +317,7 @@ pub(super) fn released(reply: Value) -> Result<ReleaseOutcome, BadReply> {
     })
 }
 
-pub(super) fn resolve(key: &str, resolution: &Resolution) -> Call {
+pub(super) fn resolve(key: &[u8], resolution: &Resolution) -> Call {
     let call = Call::new(&RESOLVE, key, ROOM)
         .arg(resolution.holder.as_bytes())
         .number(u64::from(resolution.attempt.number()))
@@ -344,7 +344,7 @@ pub(super) enum Readiness {
     TooOld,
 }
 
-pub(super) fn ready(key: &str) -> Call {
+pub(super) fn ready(key: &[u8]) -> Call {
     Call::new(&READY, key, ROOM).lasting(READY_MARK)
 }
 
@@ -377,7 +377,7 @@ pub(super) enum Looked {
 }
 
 /// Looks at the first so many bytes, or at all.
-pub(super) fn look(key: &str, first: Option<usize>) -> Call {
+pub(super) fn look(key: &[u8], first: Option<usize>) -> Call {
     match first {
         Some(first) => Call::new(&LOOK, key, ROOM).number(first.saturating_sub(1) as u64),
         None => Call::new(&LOOK, key, ROOM).arg(b"-1"),
@@ -397,7 +397,7 @@ pub(super) fn looked(reply: Value) -> Result<Looked, BadReply> {
     })
 }
 
-pub(super) fn amend(key: &str, amend: &Amend) -> Call {
+pub(super) fn amend(key: &[u8], amend: &Amend) -> Call {
     Call::new(&AMEND, key, ROOM)
         .arg(&amend.seen.mark())
         .lasting(millis(amend.terms.retention))
@@ -413,7 +413,7 @@ pub(super) fn amended(reply: Value) -> Result<ResolveOutcome, BadReply> {
     })
 }
 
-pub(super) fn forget(key: &str, forget: &Forget) -> Call {
+pub(super) fn forget(key: &[u8], forget: &Forget) -> Call {
     match &forget.seen {
         Seen::Record(sighting) => Call::new(&FORGET, key, ROOM).arg(&sighting.mark()),
         Seen::Unreadable => Call::new(&FORGET, key, ROOM).arg(b""),
@@ -434,7 +434,7 @@ pub(super) fn forgotten(reply: Value) -> Result<ForgetOutcome, BadReply> {
 }
 
 /// Adds to the trail; each argument as it stands in the script's header.
-pub(super) fn note(key: &str, arguments: [&[u8]; 6], length: u64) -> Call {
+pub(super) fn note(key: &[u8], arguments: [&[u8]; 6], length: u64) -> Call {
     let room = arguments.iter().map(|argument| argument.len()).sum();
     let call = Call::new(&NOTE, key, room);
     arguments.iter().fold(call, |call, bytes| call.arg(bytes)).number(length)

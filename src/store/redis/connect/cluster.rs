@@ -337,10 +337,14 @@ fn ranges(answer: &Value, asked: &str) -> Option<Vec<Range>> {
 }
 
 /// The slot of a key: of what stands in its first pair of braces, as in all keys of ours.
-fn slot_of(key: &str) -> usize {
-    let tag = key.split_once('{').and_then(|(_, rest)| rest.split_once('}')).map(|(tag, _)| tag);
+fn slot_of(key: &[u8]) -> usize {
+    let behind = |mark: u8, bytes: &[u8]| bytes.iter().position(|&byte| byte == mark);
+    let tag = behind(b'{', key).and_then(|open| {
+        let rest = &key[open + 1..];
+        behind(b'}', rest).map(|close| &rest[..close])
+    });
     let tag = tag.filter(|tag| !tag.is_empty()).unwrap_or(key);
-    usize::from(crc16(tag.as_bytes())) % SLOTS
+    usize::from(crc16(tag)) % SLOTS
 }
 
 /// CRC-16/XMODEM.
@@ -361,9 +365,9 @@ mod tests {
         assert_eq!(crc16(b"123456789"), 0x31C3);
         // As `CLUSTER KEYSLOT` says.
         for (key, slot) in [("foo", 12_182), ("{foo}.bar", 12_182), ("a{foo}{bar}", 12_182)] {
-            assert_eq!(slot_of(key), slot, "{key}");
+            assert_eq!(slot_of(key.as_bytes()), slot, "{key}");
         }
-        assert_eq!(slot_of("a{}b"), usize::from(crc16(b"a{}b")) % SLOTS);
+        assert_eq!(slot_of(b"a{}b"), usize::from(crc16(b"a{}b")) % SLOTS);
     }
 
     #[test]

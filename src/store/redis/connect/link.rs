@@ -1,12 +1,19 @@
-//! What a call is sent over, and how: by a script's hash first, a large answer beside its record first.
+//! What a call is sent over, and in which way: by a script's hash first, a large answer beside its record
+//! first.
+
+use std::time::Duration;
 
 use ::redis::aio::MultiplexedConnection;
 use ::redis::{Cmd, Pipeline, Value};
+use tokio::time::Instant;
 
-use super::wire::Wire;
-use super::{Failure, Message};
+use super::wire::{Unheard, Wire};
+use super::{Failure, Message, TooLong};
 use crate::store::redis::call::{Answer, Call, Commands, Name, Places, Route, Way, accepted};
 use crate::store::redis::script;
+
+/// How long a question waits on a connection of our own. Whoever asks has a shorter limit.
+const QUESTION: Duration = Duration::from_secs(60);
 
 /// Something that takes commands and gives their replies.
 pub(super) trait Link: Send {
@@ -31,8 +38,11 @@ impl Link for Line {
         write: impl FnOnce(&mut dyn Commands) + Send,
     ) -> Result<Value, Failure> {
         match self {
-            Self::Own(wire) => match wire.ask(|out| write(out)) {
-                Ok(answer) => answer.come().await.map_err(Failure::of_reply),
+            Self::Own(wire) => match wire.ask(Instant::now() + QUESTION, |out| write(out)) {
+                Ok(answer) => answer.await.map_err(|unheard| match unheard {
+                    Unheard::Late => Failure::NoAnswer(TooLong::Reply(QUESTION).into()),
+                    Unheard::Lost(error) => Failure::of_reply(error),
+                }),
                 Err(not_taken) => Err(Failure::NotSent(not_taken.into())),
             },
             Self::Library(connection) => connection.ask(write).await,
@@ -102,37 +112,35 @@ impl Message<'_> {
 }
 
 async fn send_call(call: &Call, asking: bool, link: &mut impl Link) -> Result<Answer, Failure> {
-    if call.is_beside() {
-        match by_name(call, Route::Beside, asking, link).await {
-            // No room for it, or it was gone already.
-            Ok(answer) if script::found_nothing_beside(&answer.value) => {}
-            // A cluster moves the slot, and has one of the two keys here and the other one there.
-            Err(Failure::Refused(error)) if error.code() == Some("TRYAGAIN") => {}
-            reply => return reply,
+    let mut way = call.first_way(asking);
+    loop {
+        let mut places = Places::default();
+        let reply = link.ask(|out| places = call.write(way, out)).await?;
+        let result = places.answer(reply).map_err(Failure::Refused);
+        match next_way(call, way, &result) {
+            Some(next) => way = next,
+            None => return result,
         }
     }
-    by_name(call, Route::Through, asking, link).await
 }
 
-/// By its hash first; a server that does not know the hash gets the text, on the same connection and
-/// to the same key. `SCRIPT LOAD` would go to every node of a cluster.
-async fn by_name(
-    call: &Call,
-    route: Route,
-    asking: bool,
-    link: &mut impl Link,
-) -> Result<Answer, Failure> {
-    if !call.is_in_full() {
-        match once(call, Way { route, name: Name::Hash, asking }, link).await {
-            Err(Failure::Refused(error)) if error.code() == Some("NOSCRIPT") => {}
-            reply => return reply,
+/// Another way to send a call that the server did not do.
+pub(super) fn next_way(call: &Call, way: Way, result: &Result<Answer, Failure>) -> Option<Way> {
+    let code = match result {
+        Err(Failure::Refused(error)) => error.code(),
+        Ok(answer) if !script::found_nothing_beside(&answer.value) => return None,
+        Ok(_) => None,
+        Err(_) => return None,
+    };
+    match (code, way) {
+        // The text, on the same connection and to the same key. `SCRIPT LOAD` would go to every
+        // node of a cluster.
+        (Some("NOSCRIPT"), Way { name: Name::Hash, .. }) => Some(Way { name: Name::Text, ..way }),
+        // A cluster moves the slot, and has one of the two keys here and the other one there; or there was
+        // no room for it, or it was gone already.
+        (Some("TRYAGAIN") | None, Way { route: Route::Beside, asking, .. }) => {
+            Some(Way { route: Route::Through, ..call.first_way(asking) })
         }
+        _ => None,
     }
-    once(call, Way { route, name: Name::Text, asking }, link).await
-}
-
-async fn once(call: &Call, way: Way, link: &mut impl Link) -> Result<Answer, Failure> {
-    let mut places = Places::default();
-    let reply = link.ask(|out| places = call.write(way, out)).await?;
-    places.answer(reply).map_err(Failure::Refused)
 }

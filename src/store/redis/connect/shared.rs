@@ -11,11 +11,12 @@ use std::time::Duration;
 
 use ::redis::{RedisError, RedisResult};
 use tokio::sync::watch;
-use tokio::time::{Instant, timeout, timeout_at};
+use tokio::time::{Instant, timeout_at};
 
-use super::link::Line;
+use super::link::{Line, next_way};
+use super::wire::{Unheard, Wire};
 use super::{Dialer, Failure, Message, TooLong, is_readonly};
-use crate::store::redis::call::Answer;
+use crate::store::redis::call::{Answer, Call, Places};
 
 /// How many calls in a row may go unanswered before the connection counts as silent. One is an
 /// accident and two are bad luck; and a needless replacement costs only a handshake.
@@ -114,23 +115,43 @@ impl Shared {
     /// # Cancel safety
     /// Replies are matched with calls in order, and the reply of a dropped call is thrown away.
     pub(super) async fn run(&self, message: Message<'_>) -> Result<Answer, Failure> {
-        let line = self.line().await?;
+        // What is rare must not make the future of every call larger.
+        let line = match self.line_at_once()? {
+            Ok(line) => line,
+            Err(dialing) => Box::pin(self.next_line(dialing)).await?,
+        };
         match self.run_on(&line, message).await {
             // It had ended before anything was sent, as after a restart of the server.
             Err(Failure::NotSent(_)) if line.line.has_ended() => {
-                self.replace(&line, "it has ended");
-                let line = self.line().await?;
-                self.run_on(&line, message).await
+                Box::pin(async {
+                    self.replace(&line, "it has ended");
+                    let line = match self.line_at_once()? {
+                        Ok(line) => line,
+                        Err(dialing) => self.next_line(dialing).await?,
+                    };
+                    self.run_on(&line, message).await
+                })
+                .await
             }
             result => result,
         }
     }
 
     async fn run_on(&self, line: &Arc<Watched>, message: Message<'_>) -> Result<Answer, Failure> {
-        let mut link = line.line.clone();
         let limit = self.0.call_timeout;
         let waiting = Waiting { shared: self, line, since: Instant::now() };
-        let reply = timeout(limit, message.send(&mut link)).await;
+        let until = waiting.since + limit;
+        let reply = match (&line.line, message) {
+            (Line::Own(wire), Message::Script { call, asking }) => {
+                send(call, asking, wire, until).await
+            }
+            (line, message) => {
+                let mut line = line.clone();
+                let sent =
+                    Box::pin(timeout_at(until, async move { message.send(&mut line).await }));
+                sent.await.map_err(|_| Late)
+            }
+        };
         if reply.is_ok() {
             waiting.over();
         } else {
@@ -146,7 +167,7 @@ impl Shared {
                 return Ok(answer);
             }
             Ok(Err(failure)) => failure,
-            Err(_) => return Err(Failure::NoAnswer(TooLong::Reply(limit).into())),
+            Err(Late) => return Err(Failure::NoAnswer(TooLong::Reply(limit).into())),
         };
         match &failure {
             Failure::Refused(error) => {
@@ -166,19 +187,18 @@ impl Shared {
         self.0.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The connection, or the next one if it is on its way.
-    async fn line(&self) -> Result<Arc<Watched>, Failure> {
+    /// The connection, or word of the next one if it is on its way.
+    fn line_at_once(&self) -> Result<Result<Arc<Watched>, watch::Receiver<()>>, Failure> {
+        let mut state = self.lock();
+        if let Some(line) = &state.line {
+            return Ok(Ok(Arc::clone(line)));
+        }
+        self.dial(&mut state).map(Err).ok_or_else(|| state.no_connection())
+    }
+
+    /// The connection that is on its way.
+    async fn next_line(&self, mut dialing: watch::Receiver<()>) -> Result<Arc<Watched>, Failure> {
         let limit = self.0.call_timeout;
-        let mut dialing = {
-            let mut state = self.lock();
-            if let Some(line) = &state.line {
-                return Ok(Arc::clone(line));
-            }
-            match self.dial(&mut state) {
-                Some(dialing) => dialing,
-                None => return Err(state.no_connection()),
-            }
-        };
         // Nothing is ever sent on this channel: it closes when the attempt has ended.
         if timeout_at(Instant::now() + limit, dialing.changed()).await.is_err() {
             return Err(Failure::NotSent(TooLong::Connection(limit).into()));
@@ -249,6 +269,36 @@ impl Shared {
             drop(done);
         });
         Some(dialing)
+    }
+}
+
+/// There was no reply in time.
+struct Late;
+
+/// Sends a call over a connection of our own. There is no future within a future here: every
+/// request has two of these.
+async fn send(
+    call: &Call,
+    asking: bool,
+    wire: &Wire,
+    until: Instant,
+) -> Result<Result<Answer, Failure>, Late> {
+    let mut way = call.first_way(asking);
+    loop {
+        let mut places = Places::default();
+        let answer = match wire.ask(until, |out| places = call.write(way, out)) {
+            Ok(answer) => answer,
+            Err(not_taken) => return Ok(Err(Failure::NotSent(not_taken.into()))),
+        };
+        let result = match answer.await {
+            Ok(reply) => places.answer(reply).map_err(Failure::Refused),
+            Err(Unheard::Late) => return Err(Late),
+            Err(Unheard::Lost(error)) => return Ok(Err(Failure::of_reply(error))),
+        };
+        match next_way(call, way, &result) {
+            Some(next) => way = next,
+            None => return Ok(result),
+        }
     }
 }
 

@@ -5,6 +5,8 @@
 //! within one turn of the runtime goes out in one piece: the task that sends lets the others that are ready go first,
 //! and with nothing else to do a turn is over at once.
 //!
+//! One timer serves all calls, since all wait equally long: a timer for each would cost more than sending it.
+//!
 //! # Cancel safety
 //! A call that is dropped has been sent or will be, and its replies are thrown away.
 
@@ -14,10 +16,11 @@ use std::pin::Pin;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::task::{Context, Poll, ready};
 
-use ::redis::{RedisError, RedisResult, Value};
+use ::redis::{RedisError, Value};
 use futures_util::task::AtomicWaker;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::sync::oneshot;
+use tokio::time::{Instant, Sleep, sleep_until};
 use tokio_util::task::AbortOnDropHandle;
 
 use super::resp::{self, Out};
@@ -62,7 +65,27 @@ struct Next {
 struct Waiting {
     missing: usize,
     values: Vec<Value>,
-    caller: oneshot::Sender<RedisResult<Value>>,
+    until: Instant,
+    /// `None` once it has been told that its time is over. The replies are still to come.
+    caller: Option<oneshot::Sender<Result<Value, Unheard>>>,
+}
+
+impl Waiting {
+    fn tell(&mut self, answer: Result<Value, Unheard>) {
+        if let Some(caller) = self.caller.take() {
+            // A caller that is gone does not want it any more.
+            let _ = caller.send(answer);
+        }
+    }
+}
+
+/// Why there is no reply to what was sent.
+#[derive(Debug)]
+pub(super) enum Unheard {
+    /// Its time was over.
+    Late,
+    /// The connection broke.
+    Lost(RedisError),
 }
 
 /// Why nothing was sent.
@@ -90,11 +113,16 @@ impl Wire {
         self.queue.lock().ended
     }
 
-    /// Sends what is written. [`Answer::come`] gives its reply; several replies as an array.
+    /// Sends what is written. The [`Answer`] gives its reply; several replies as an array. It waits until
+    /// this moment, or until that of a call before if that is later.
     ///
     /// # Errors
     /// [`NotTaken`], and nothing was sent.
-    pub(super) fn ask(&self, write: impl FnOnce(&mut Out<'_>)) -> Result<Answer, NotTaken> {
+    pub(super) fn ask(
+        &self,
+        until: Instant,
+        write: impl FnOnce(&mut Out<'_>),
+    ) -> Result<Answer, NotTaken> {
         let mut next = self.queue.lock();
         if next.ended {
             return Err(NotTaken::Ended);
@@ -107,7 +135,7 @@ impl Wire {
         let mut out = Out::new(&mut next.bytes);
         write(&mut out);
         let missing = out.count();
-        next.calls.push(Waiting { missing, values: Vec::new(), caller });
+        next.calls.push(Waiting { missing, values: Vec::new(), until, caller: Some(caller) });
         drop(next);
         if first {
             self.queue.waker.wake();
@@ -117,13 +145,17 @@ impl Wire {
 }
 
 /// A reply on its way.
-pub(super) struct Answer(oneshot::Receiver<RedisResult<Value>>);
+pub(super) struct Answer(oneshot::Receiver<Result<Value, Unheard>>);
 
-impl Answer {
-    /// # Errors
-    /// What became of the connection. What the server refuses is a value.
-    pub(super) async fn come(self) -> RedisResult<Value> {
-        self.0.await.unwrap_or_else(|_| Err(io::Error::from(io::ErrorKind::BrokenPipe).into()))
+impl Future for Answer {
+    /// What the server refuses is a value.
+    type Output = Result<Value, Unheard>;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        Pin::new(&mut self.0).poll(cx).map(|answer| {
+            let broken = || Unheard::Lost(io::Error::from(io::ErrorKind::BrokenPipe).into());
+            answer.unwrap_or_else(|_| Err(broken()))
+        })
     }
 }
 
@@ -135,6 +167,13 @@ impl Queue {
             *next = Next { ended: true, ..Next::default() };
             next
         })
+    }
+
+    /// Until when the first call waits that has not been sent.
+    fn first_until(&self) -> Option<Instant> {
+        let next = self.lock();
+        let mut waiting = next.calls.iter().filter(|call| call.caller.is_some());
+        waiting.next().map(|call| call.until)
     }
 
     fn end(&self) -> Vec<Waiting> {
@@ -152,6 +191,11 @@ struct Driver<S> {
     /// The others had their turn since there was something to write.
     turned: bool,
     waiting: VecDeque<Waiting>,
+    /// How many of those, from the first on, have been told that their time is over.
+    late: usize,
+    timer: Pin<Box<Sleep>>,
+    /// The timer is set, for the first of those that wait or for one before it.
+    ticking: bool,
     reading: Vec<u8>,
     /// Of `reading`, what has come and has not been understood.
     from: usize,
@@ -167,6 +211,9 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
             written: 0,
             turned: false,
             waiting: VecDeque::new(),
+            late: 0,
+            timer: Box::pin(sleep_until(Instant::now())),
+            ticking: false,
             reading: vec![0; BUFFER],
             from: 0,
             to: 0,
@@ -224,12 +271,42 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
                 }
                 Value::Array(std::mem::take(&mut call.values))
             };
-            if let Some(call) = self.waiting.pop_front() {
-                // A caller that is gone does not want it any more.
-                let _ = call.caller.send(Ok(all));
+            if let Some(mut call) = self.waiting.pop_front() {
+                call.tell(Ok(all));
+                self.late = self.late.saturating_sub(1);
             }
         }
         Ok(())
+    }
+
+    /// Tells those whose time is over.
+    fn tick(&mut self, cx: &mut Context<'_>) {
+        loop {
+            if !self.ticking {
+                let first = self.waiting.get(self.late).map(|call| call.until);
+                let Some(until) = first.or_else(|| self.queue.first_until()) else { return };
+                self.timer.as_mut().reset(until);
+                self.ticking = true;
+            }
+            if self.timer.as_mut().poll(cx).is_pending() {
+                return;
+            }
+            self.ticking = false;
+            let now = Instant::now();
+            while let Some(call) = self.waiting.get_mut(self.late)
+                && call.until <= now
+            {
+                call.tell(Err(Unheard::Late));
+                self.late += 1;
+            }
+            if self.late == self.waiting.len() {
+                // They go out all the same, when the other side reads again.
+                for call in self.queue.lock().calls.iter_mut().take_while(|call| call.until <= now)
+                {
+                    call.tell(Err(Unheard::Late));
+                }
+            }
+        }
     }
 
     /// Writes what calls have left, a turn after the first of them.
@@ -281,13 +358,17 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Future for Driver<S> {
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<()> {
         let this = self.get_mut();
         this.queue.waker.register(cx.waker());
-        let error = match this.read(cx) {
-            Poll::Ready(error) => error,
-            Poll::Pending => ready!(this.write(cx)),
+        let ended = match this.read(cx) {
+            Poll::Pending => this.write(cx),
+            ended @ Poll::Ready(_) => ended,
         };
-        for call in this.waiting.drain(..).chain(this.queue.end()) {
+        let Poll::Ready(error) = ended else {
+            this.tick(cx);
+            return Poll::Pending;
+        };
+        for mut call in this.waiting.drain(..).chain(this.queue.end()) {
             let error = io::Error::new(error.kind(), error.to_string());
-            let _ = call.caller.send(Err(RedisError::from(error)));
+            call.tell(Err(Unheard::Lost(error.into())));
         }
         Poll::Ready(())
     }
@@ -301,174 +382,4 @@ impl<S> Drop for Driver<S> {
 }
 
 #[cfg(test)]
-mod tests {
-    use std::sync::atomic::{AtomicUsize, Ordering};
-
-    use futures_util::future::join_all;
-    use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _, DuplexStream, duplex};
-
-    use super::*;
-    use crate::store::redis::call::Commands as _;
-
-    /// A server that answers each command `*1 $n word` with its word.
-    async fn echo(mut stream: DuplexStream, pieces: usize) {
-        let (mut seen, mut buffer) = (Vec::new(), [0; 4096]);
-        while let Ok(read @ 1..) = stream.read(&mut buffer).await {
-            seen.extend_from_slice(&buffer[..read]);
-            while let Ok(Some((Value::Array(words), length))) = resp::reply(&seen) {
-                let Some(Value::BulkString(word)) = words.into_iter().next() else { return };
-                let mut reply = format!("${}\r\n", word.len()).into_bytes();
-                reply.extend_from_slice(&word);
-                reply.extend_from_slice(b"\r\n");
-                // In pieces that cut through everything.
-                for piece in reply.chunks(pieces) {
-                    if stream.write_all(piece).await.is_err() {
-                        return;
-                    }
-                }
-                seen.drain(..length);
-            }
-        }
-    }
-
-    fn say(wire: &Wire, words: &[&[u8]]) -> Result<Answer, NotTaken> {
-        wire.ask(|out| {
-            for word in words {
-                out.words(&[&[word]]);
-            }
-        })
-    }
-
-    fn word(bytes: &[u8]) -> Value {
-        Value::BulkString(bytes.to_vec())
-    }
-
-    #[tokio::test]
-    async fn every_call_gets_its_own_replies_however_they_are_cut() {
-        let (here, there) = duplex(1_000);
-        tokio::spawn(echo(there, 7));
-        let wire = Wire::over(here);
-        let calls = (0..500_usize).map(|number| {
-            let (wire, name) = (wire.clone(), number.to_string().into_bytes());
-            async move {
-                let large = name.repeat(if number % 50 == 0 { 10_000 } else { 1 });
-                if number % 3 == 0 {
-                    let reply = say(&wire, &[&name, &large, b""]).unwrap().come().await.unwrap();
-                    let expected = vec![word(&name), word(&large), word(b"")];
-                    assert_eq!(reply, Value::Array(expected));
-                } else {
-                    assert_eq!(say(&wire, &[&large]).unwrap().come().await.unwrap(), word(&large));
-                }
-            }
-        });
-        join_all(calls).await;
-    }
-
-    #[tokio::test]
-    async fn the_reply_of_a_call_that_was_dropped_goes_to_nobody() {
-        let (here, there) = duplex(1_000);
-        tokio::spawn(echo(there, 100));
-        let wire = Wire::over(here);
-        for _ in 0..100 {
-            drop(say(&wire, &[b"dropped", b"too"]).unwrap());
-            let kept = say(&wire, &[b"kept"]).unwrap();
-            drop(say(&wire, &[b"dropped"]).unwrap());
-            assert_eq!(kept.come().await.unwrap(), word(b"kept"));
-        }
-    }
-
-    /// Counts the writes that reach it.
-    struct Counting<S>(S, Arc<AtomicUsize>);
-
-    impl<S: AsyncRead + Unpin> AsyncRead for Counting<S> {
-        fn poll_read(
-            mut self: Pin<&mut Self>,
-            cx: &mut Context<'_>,
-            buffer: &mut ReadBuf<'_>,
-        ) -> Poll<io::Result<()>> {
-            Pin::new(&mut self.0).poll_read(cx, buffer)
-        }
-    }
-
-    impl<S: AsyncWrite + Unpin> AsyncWrite for Counting<S> {
-        fn poll_write(
-            mut self: Pin<&mut Self>,
-            cx: &mut Context<'_>,
-            bytes: &[u8],
-        ) -> Poll<io::Result<usize>> {
-            self.1.fetch_add(1, Ordering::Relaxed);
-            Pin::new(&mut self.0).poll_write(cx, bytes)
-        }
-
-        fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-            Pin::new(&mut self.0).poll_flush(cx)
-        }
-
-        fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-            Pin::new(&mut self.0).poll_shutdown(cx)
-        }
-    }
-
-    #[tokio::test]
-    async fn what_is_said_within_one_turn_goes_out_in_one_piece() {
-        let (here, there) = duplex(1 << 20);
-        tokio::spawn(echo(there, 100));
-        let writes = Arc::new(AtomicUsize::new(0));
-        let wire = Wire::over(Counting(here, Arc::clone(&writes)));
-        // Tasks that are ready together, the last of which is behind the one that writes.
-        let calls = (0..50).map(|_| {
-            let wire = wire.clone();
-            tokio::spawn(async move { say(&wire, &[b"word"]).unwrap().come().await.unwrap() })
-        });
-        for reply in join_all(calls).await {
-            assert_eq!(reply.unwrap(), word(b"word"));
-        }
-        assert_eq!(writes.load(Ordering::Relaxed), 1);
-    }
-
-    #[tokio::test]
-    async fn a_connection_that_ends_fails_those_who_wait_and_takes_no_more() {
-        let (here, mut there) = duplex(1_000);
-        let wire = Wire::over(here);
-        let waiting = say(&wire, &[b"a"]).unwrap();
-        let mut buffer = [0; 100];
-        let _ = there.read(&mut buffer).await.unwrap();
-        drop(there);
-        let error = waiting.come().await.unwrap_err();
-        assert!(error.is_io_error(), "{error:?}");
-        assert!(wire.has_ended());
-        assert!(matches!(say(&wire, &[b"b"]), Err(NotTaken::Ended)));
-    }
-
-    #[tokio::test]
-    async fn what_is_no_reply_or_was_not_asked_for_ends_the_connection() {
-        for nonsense in [&b"HTTP/1.1 400 Bad Request\r\n"[..], b":1\r\n:2\r\n", b"*9\r\n:1\r:2"] {
-            let (here, mut there) = duplex(1_000);
-            let wire = Wire::over(here);
-            let waiting = say(&wire, &[b"a"]).unwrap();
-            there.write_all(nonsense).await.unwrap();
-            let reply = waiting.come().await;
-            let later = say(&wire, &[b"b"]);
-            let later = match later {
-                Ok(answer) => answer.come().await.is_err(),
-                Err(_) => true,
-            };
-            assert!(later, "{nonsense:?}: {reply:?}");
-        }
-    }
-
-    #[tokio::test]
-    async fn a_connection_takes_so_many_calls_and_no_more() {
-        let (here, _there) = duplex(1_000);
-        let wire = Wire::over(here);
-        let waiting: Vec<_> = (0..CALLS_MAX).map(|_| say(&wire, &[b"a"]).unwrap()).collect();
-        assert!(matches!(say(&wire, &[b"b"]), Err(NotTaken::TooMany)));
-        drop(waiting);
-        // And so many bytes, while the other side reads nothing.
-        let (here, _there) = duplex(1_000);
-        let wire = Wire::over(here);
-        let large = vec![0; UNSENT_MAX];
-        let _first = say(&wire, &[&large]).unwrap();
-        assert!(matches!(say(&wire, &[b"b"]), Err(NotTaken::TooMany)));
-    }
-}
+mod tests;
