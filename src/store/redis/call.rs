@@ -56,11 +56,20 @@ pub(super) struct Wait {
 }
 
 /// A write may not survive a failover.
-#[derive(Clone, Copy, Debug, Eq, PartialEq, thiserror::Error)]
-#[error("{confirmed} of the {needed} replicas it takes confirmed the write in time")]
-pub(super) struct TooFewReplicas {
-    pub(super) confirmed: u32,
-    pub(super) needed: u32,
+#[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
+pub(super) enum Shortfall {
+    #[error("{confirmed} of the {needed} replicas it takes confirmed the write in time")]
+    TooFew { confirmed: u32, needed: u32 },
+    /// From a user without the right to WAIT, or a server without the command. Nobody was counted.
+    #[error("the server refused WAIT ({0}): grant the user `+wait`")]
+    Refused(Box<str>),
+}
+
+/// What WAIT said.
+#[derive(Debug)]
+pub(super) enum Waited {
+    Confirmed(u32),
+    Refused(Box<str>),
 }
 
 /// What came back of a call that the server answered.
@@ -68,7 +77,7 @@ pub(super) struct TooFewReplicas {
 pub(super) struct Answer {
     pub(super) value: Value,
     /// How many replicas had the write when the wait was over. `None` if nobody asked.
-    pub(super) replicas: Option<u32>,
+    pub(super) replicas: Option<Waited>,
 }
 
 /// One run of a script: everything that has to be sent, ready to be sent more than once.
@@ -172,10 +181,14 @@ impl Call {
     }
 
     /// How far the replicas fell short of what was asked for.
-    pub(super) fn shortfall(&self, answer: &Answer) -> Option<TooFewReplicas> {
+    pub(super) fn shortfall(&self, answer: &Answer) -> Option<Shortfall> {
         let needed = self.wait?.replicas;
-        let confirmed = answer.replicas.unwrap_or(0);
-        (confirmed < needed).then_some(TooFewReplicas { confirmed, needed })
+        let confirmed = match &answer.replicas {
+            Some(Waited::Refused(reason)) => return Some(Shortfall::Refused(reason.clone())),
+            Some(Waited::Confirmed(confirmed)) => *confirmed,
+            None => 0,
+        };
+        (confirmed < needed).then_some(Shortfall::TooFew { confirmed, needed })
     }
 
     /// The key of the record.
@@ -283,9 +296,11 @@ impl Call {
             None => Value::Nil,
         };
         let replicas = self.wait.map(|_| match replies.next() {
-            Some(Value::Int(replicas)) => u32::try_from(replicas).unwrap_or(u32::MAX),
-            // An error, from a user without the right to WAIT or a server without the command.
-            _ => 0,
+            Some(Value::Int(replicas)) => {
+                Waited::Confirmed(u32::try_from(replicas).unwrap_or(u32::MAX))
+            }
+            Some(Value::ServerError(error)) => Waited::Refused(error.to_string().into()),
+            _ => Waited::Confirmed(0),
         });
         Ok(Answer { value, replicas })
     }

@@ -31,12 +31,15 @@
 //! # Limits
 //! A verb takes at most twice the call timeout: once for a connection, once for the reply.
 
+mod advice;
 mod builder;
 mod call;
 mod check;
 mod connect;
 mod inspect;
+mod place;
 mod script;
+mod setup;
 
 use std::fmt;
 use std::sync::Arc;
@@ -45,11 +48,13 @@ use std::time::Duration;
 pub use ::{deadpool_redis, redis};
 pub use builder::RedisStoreBuilder;
 pub use check::{Concern, StartupChecks};
+pub use place::RedisAddress;
 
-use builder::{PREFIX, SetupError};
+use builder::PREFIX;
 use call::{Call, Wait};
 use connect::{CALL_TIMEOUT, Cause, Connections, Pooled, Urgency};
 use script::{BadReply, Claimed, Readiness, Reply};
+use setup::SetupError;
 
 use bytes::Bytes;
 
@@ -338,11 +343,22 @@ impl Store for RedisStore {
         })
     }
 
-    /// Runs a script that writes. Fails with [`Full`](StoreErrorKind::Full) when there is no room
+    /// Runs a script that uses every command that requests need, on a key that is gone afterwards: in full,
+    /// and by its name. Fails with [`Backend`](StoreErrorKind::Backend) and the command's name when the
+    /// user may not run one of them any more. Fails with [`Full`](StoreErrorKind::Full) when there is no room
     /// for new keys: what is stored can still be replayed then, and what runs can still end. With
     /// [`wait`](RedisStoreBuilder::wait) it fails while replicas are missing.
     fn ready(&self) -> StoreFuture<'_, ()> {
-        Box::pin(self.check_server("ready", |call| call.waiting(self.0.wait)))
+        Box::pin(async move {
+            let ready = async {
+                self.check_server("ready", Call::in_full).await?;
+                self.check_server("ready", |call| call.waiting(self.0.wait)).await
+            };
+            match ready.await {
+                Ok(()) => Ok(()),
+                Err(error) => Err(self.explain(error, "ready").await),
+            }
+        })
     }
 }
 

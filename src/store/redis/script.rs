@@ -364,8 +364,7 @@ pub(super) fn ready(key: &str) -> Call {
     Call::new(&READY, key, ROOM).lasting(READY_MARK)
 }
 
-/// How long the mark of a readiness check stays, in milliseconds: no time at all, but a whole second
-/// so that it can be seen by somebody who looks for it.
+/// How long the mark of a readiness check stays if the check fails half-way, in milliseconds.
 const READY_MARK: u64 = 1_000;
 
 pub(super) fn readiness(reply: &mut Reply) -> Result<Readiness, BadReply> {

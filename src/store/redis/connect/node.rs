@@ -3,11 +3,9 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use ::redis::RedisResult;
-
 use super::lanes::Lanes;
 use super::shared::Shared;
-use super::{Dialer, Failure, Message, Urgency};
+use super::{DialError, Dialer, Failure, Message, Urgency};
 use crate::store::redis::call::Answer;
 
 pub(in crate::store::redis) struct Node {
@@ -20,7 +18,7 @@ impl Node {
     pub(in crate::store::redis) async fn connect(
         dialer: Dialer,
         call_timeout: Duration,
-    ) -> RedisResult<Self> {
+    ) -> Result<Self, DialError> {
         let node = Self::lazy(dialer, call_timeout);
         node.shared.begin().await?;
         Ok(node)

@@ -5,19 +5,17 @@
 //! background, one at a time, with pauses between attempts, so that a server that comes back is not
 //! met by a storm.
 
-use std::fmt;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use ::redis::aio::MultiplexedConnection;
-use ::redis::{RedisError, RedisResult};
 use tokio::sync::watch;
 use tokio::time::{Instant, timeout, timeout_at};
 use tokio_util::task::AbortOnDropHandle;
 
 use super::stream::Opened;
-use super::{Dialer, Failure, Message, TooLong, is_readonly};
+use super::{DialError, Dialer, Failure, Message, NoConnection, TooLong, is_readonly};
 use crate::store::redis::call::Answer;
 
 /// How many calls in a row may go unanswered before the connection counts as silent. One is an
@@ -49,7 +47,7 @@ struct State {
     dialing: Option<watch::Receiver<()>>,
     failed: u32,
     not_before: Instant,
-    last_failure: Option<Arc<RedisError>>,
+    last_failure: Option<Arc<DialError>>,
 }
 
 /// A connection and how long it has been silent.
@@ -64,30 +62,6 @@ impl Line {
     fn new(opened: Opened) -> Arc<Self> {
         let Opened { connection, driver } = opened;
         Arc::new(Self { connection, _driver: driver, unanswered: AtomicU32::new(0) })
-    }
-}
-
-/// Why there is no connection: what the last attempt said.
-struct NoConnection(Option<Arc<RedisError>>);
-
-impl fmt::Debug for NoConnection {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        fmt::Display::fmt(self, f)
-    }
-}
-
-impl fmt::Display for NoConnection {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match &self.0 {
-            Some(error) => write!(f, "no connection: {error}"),
-            None => f.write_str("no connection"),
-        }
-    }
-}
-
-impl std::error::Error for NoConnection {
-    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
-        self.0.as_deref().map(|error| error as _)
     }
 }
 
@@ -109,7 +83,7 @@ impl Shared {
     }
 
     /// Connects now.
-    pub(super) async fn begin(&self) -> RedisResult<()> {
+    pub(super) async fn begin(&self) -> Result<(), DialError> {
         let opened = self.0.dialer.dial().await?;
         self.lock().line = Some(Line::new(opened));
         Ok(())
