@@ -11,7 +11,7 @@ use std::time::Duration;
 use support::groups::RedisCluster;
 use support::redis::{RedisServer, free_port};
 use support::store::{completion, granted, new_key, works};
-use tower_idempotency::store::redis::{Concern, RedisStoreBuilder};
+use tower_idempotency::store::redis::{Concern, RedisStoreBuilder, StartupChecks};
 use tower_idempotency::{RedisStore, Store as _, StoreError, StoreErrorKind};
 
 const SECRET: &str = "s3cret-of-pay";
@@ -241,6 +241,33 @@ async fn an_address_says_how_many_replicas_have_to_confirm() {
         let (kind, told) = told(&error);
         assert_eq!(kind, StoreErrorKind::Backend, "{told}");
         assert!(told.contains("wait="), "{told}");
+    }
+}
+
+#[tokio::test]
+async fn readiness_leaves_nothing_behind_and_names_what_is_missing_on_every_kind_of_server() {
+    let server = RedisServer::start();
+    let cluster = RedisCluster::start(1, 0);
+    let skipping = || patient().startup_checks(StartupChecks::Skip);
+    let stores = [
+        (&server, skipping().connect(&server.url()).await.unwrap()),
+        (&server, skipping().pool(support::store::pool(&server, 2)).unwrap()),
+        (&cluster.nodes[0], skipping().connect(&cluster.url()).await.unwrap()),
+    ];
+    for (server, store) in stores {
+        // Something of another kind in its place is no reason to fail.
+        server.cli(&["rpush", "idem:{ready}", "a"]);
+        store.ready().await.unwrap();
+        assert_eq!(server.cli(&["keys", "*"]), "", "{store:?}");
+        server.cli(&["acl", "setuser", "default", "-pexpire", "-rename"]);
+        let (kind, told) = told(&store.ready().await.unwrap_err());
+        server.cli(&["acl", "setuser", "default", "+pexpire", "+rename"]);
+        assert_eq!(kind, StoreErrorKind::Backend, "{store:?}: {told}");
+        assert!(told.contains("may not run `pexpire`, `rename`,"), "{store:?}: {told}");
+        let left: i64 = server.cli(&["pttl", "idem:{ready}"]).parse().unwrap();
+        assert!(left <= 1_000, "{store:?}: gone within a second, not {left} ms");
+        store.ready().await.unwrap();
+        assert_eq!(server.cli(&["keys", "*"]), "", "{store:?}");
     }
 }
 

@@ -11,6 +11,7 @@ mod failure;
 mod lanes;
 mod node;
 mod pool;
+mod restart;
 mod sentinel;
 mod shared;
 mod stream;

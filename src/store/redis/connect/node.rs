@@ -28,7 +28,7 @@ impl Node {
     pub(super) fn lazy(dialer: Dialer, call_timeout: Duration) -> Self {
         let dialer = Arc::new(dialer);
         Self {
-            shared: Shared::lazy(Arc::clone(&dialer), call_timeout),
+            shared: Shared::lazy_and_watching(Arc::clone(&dialer), call_timeout),
             lanes: Lanes::new(dialer, call_timeout),
         }
     }

@@ -14,9 +14,11 @@ use tokio::sync::watch;
 use tokio::time::{Instant, timeout, timeout_at};
 use tokio_util::task::AbortOnDropHandle;
 
+use super::restart::Process;
 use super::stream::Opened;
 use super::{DialError, Dialer, Failure, Message, NoConnection, TooLong, is_readonly};
 use crate::store::redis::call::Answer;
+use crate::store::redis::check::text;
 
 /// How many calls in a row may go unanswered before the connection counts as silent. One is an
 /// accident and two are bad luck; and a needless replacement costs only a handshake.
@@ -38,6 +40,8 @@ pub(super) struct Shared(Arc<Inner>);
 struct Inner {
     dialer: Arc<Dialer>,
     call_timeout: Duration,
+    /// `None` if somebody else on the way to the same server looks.
+    process: Option<Process>,
     state: Mutex<State>,
 }
 
@@ -68,6 +72,15 @@ impl Line {
 impl Shared {
     /// A connection that is made when there is something to send.
     pub(super) fn lazy(dialer: Arc<Dialer>, call_timeout: Duration) -> Self {
+        Self::new(dialer, call_timeout, None)
+    }
+
+    /// The same, and it warns when the server comes back without what it had.
+    pub(super) fn lazy_and_watching(dialer: Arc<Dialer>, call_timeout: Duration) -> Self {
+        Self::new(dialer, call_timeout, Some(Process::default()))
+    }
+
+    fn new(dialer: Arc<Dialer>, call_timeout: Duration, process: Option<Process>) -> Self {
         let state = State {
             line: None,
             dialing: None,
@@ -75,7 +88,7 @@ impl Shared {
             not_before: Instant::now(),
             last_failure: None,
         };
-        Self(Arc::new(Inner { dialer, call_timeout, state: Mutex::new(state) }))
+        Self(Arc::new(Inner { dialer, call_timeout, process, state: Mutex::new(state) }))
     }
 
     pub(super) fn call_timeout(&self) -> Duration {
@@ -84,8 +97,9 @@ impl Shared {
 
     /// Connects now.
     pub(super) async fn begin(&self) -> Result<(), DialError> {
-        let opened = self.0.dialer.dial().await?;
-        self.lock().line = Some(Line::new(opened));
+        let line = Line::new(self.0.dialer.dial().await?);
+        self.lock().line = Some(Arc::clone(&line));
+        self.look_who_it_is(&line);
         Ok(())
     }
 
@@ -127,6 +141,25 @@ impl Shared {
             Failure::NotSent(_) => {}
         }
         Err(failure)
+    }
+
+    /// Asks the server beside the calls who it is, and warns if it is one without what it had.
+    fn look_who_it_is(&self, line: &Arc<Line>) {
+        if self.0.process.is_none() {
+            return;
+        }
+        let (this, mut connection) = (self.clone(), line.connection.clone());
+        // Nobody joins it: it ends within the time of a call.
+        tokio::spawn(async move {
+            let question = Process::question();
+            let said = timeout(this.0.call_timeout, question.query_async(&mut connection)).await;
+            let process = this.0.process.as_ref();
+            if let (Ok(Ok(info)), Some(process)) = (said, process)
+                && let Some(warning) = process.learn(&text(&info))
+            {
+                tracing::warn!("{warning}");
+            }
+        });
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -202,7 +235,9 @@ impl Shared {
             let mut state = this.lock();
             match made {
                 Ok(opened) => {
-                    state.line = Some(Line::new(opened));
+                    let line = Line::new(opened);
+                    this.look_who_it_is(&line);
+                    state.line = Some(line);
                     state.failed = 0;
                     state.last_failure = None;
                 }
