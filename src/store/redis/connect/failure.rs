@@ -47,7 +47,7 @@ impl Failure {
 }
 
 /// Why no connection could be made.
-#[derive(Debug, thiserror::Error)]
+#[derive(thiserror::Error)]
 pub(in crate::store::redis) enum DialError {
     #[error(transparent)]
     Failed(#[from] RedisError),
@@ -70,6 +70,13 @@ pub(in crate::store::redis) enum DialError {
     NotASentinel { place: Box<str> },
     #[error("no Sentinel watches a master named {name:?}; {}", watched(.known))]
     UnknownMaster { name: Box<str>, known: Vec<String> },
+}
+
+/// As it is displayed: programs whose `main` returns an error print it like this.
+impl fmt::Debug for DialError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
 }
 
 impl DialError {
