@@ -5,19 +5,19 @@
 
 #[path = "support/gap.rs"]
 mod gap;
-#[path = "support/redis.rs"]
-#[allow(dead_code, unreachable_pub, reason = "other tests use the rest")]
-mod redis;
+mod support;
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use gap::Gap;
-use redis::RedisServer;
+use support::groups::{RedisCluster, slot_of};
+use support::redis::RedisServer;
 use tower_idempotency::record::{
     Claim, ClaimOutcome, CompleteOutcome, Completion, Effects, OnExpired, Terms, Writes,
 };
+use tower_idempotency::store::redis::deadpool_redis::{Manager, Pool};
 use tower_idempotency::{
     Fingerprint, Fingerprints, HolderId, Lease, RecipeId, RedisStore, StorageKey, Store as _,
     StoreErrorKind,
@@ -180,22 +180,62 @@ async fn a_large_answer_to_another_request_and_a_damaged_one_are_not_given() {
 /// A server with a large answer under a key, and a way to it that does something to that key between the
 /// claim that said "large" and the GET that reads it.
 struct Scene {
+    way: Way,
     server: Arc<RedisServer>,
     gap: Gap,
     store: RedisStore,
     key: StorageKey,
 }
 
+/// The ways to reach a server; what happens on one of them has to be noticed on each.
+#[derive(Clone, Copy, Debug)]
+enum Way {
+    Shared,
+    Pool,
+    Cluster,
+}
+
+const WAYS: [Way; 3] = [Way::Shared, Way::Pool, Way::Cluster];
+
+impl Way {
+    fn server(self) -> Arc<RedisServer> {
+        Arc::new(match self {
+            Self::Shared | Self::Pool => RedisServer::start(),
+            Self::Cluster => RedisCluster::start(1, 0).nodes.remove(0),
+        })
+    }
+}
+
 impl Scene {
-    async fn new() -> Self {
-        let server = Arc::new(RedisServer::start());
+    async fn new(way: Way) -> Self {
+        Self::on(way, &way.server()).await
+    }
+
+    async fn on(way: Way, server: &Arc<RedisServer>) -> Self {
         let gap = Gap::to(server.port()).await;
-        let store = RedisStore::connect(&gap.url()).await.unwrap();
+        let (port, patience) = (gap.port(), Duration::from_secs(10));
+        let builder = RedisStore::builder().call_timeout(patience);
+        let store = match way {
+            Way::Shared => builder.connect(&format!("redis://127.0.0.1:{port}/")).await.unwrap(),
+            Way::Pool => {
+                let manager = Manager::new(format!("redis://127.0.0.1:{port}/")).unwrap();
+                builder.pool(Pool::builder(manager).max_size(2).build().unwrap()).unwrap()
+            }
+            Way::Cluster => {
+                // So that it sends its clients through the gap.
+                server.cli(&["config", "set", "cluster-announce-port", &port.to_string()]);
+                server.wait_until("it names the gap", &["cluster", "slots"], |said| {
+                    said.lines().any(|line| line == port.to_string())
+                });
+                let url = format!("redis+cluster://127.0.0.1:{port}");
+                builder.connect(&url).await.unwrap()
+            }
+        };
         let key = new_key();
         let lease = granted(&store, key).await;
         let stored = store.complete(&lease, &completion(b'a', LARGE)).await.unwrap();
         assert_eq!(stored, CompleteOutcome::Stored);
-        Self { server, gap, store, key }
+        Self { way, server: Arc::clone(server), gap, store, key }
     }
 
     /// Has `redis-cli` say this in the gap, where the word `KEY` is the key.
@@ -213,7 +253,7 @@ impl Scene {
 
     async fn claimed(&self) -> ClaimOutcome<Lease> {
         let outcome = self.store.claim(self.key, &claim()).await.unwrap();
-        assert_eq!(self.gap.met(), 1, "the gap was never hit: {outcome:?}");
+        assert_eq!(self.gap.met(), 1, "{:?}: the gap was never hit: {outcome:?}", self.way);
         outcome
     }
 
@@ -224,16 +264,40 @@ impl Scene {
 
 #[tokio::test]
 async fn an_answer_that_is_deleted_before_it_is_read_is_claimed_again() {
-    let scene = Scene::new().await;
-    scene.meanwhile(&["del", "KEY"]);
-    let outcome = scene.claimed().await;
-    let ClaimOutcome::Acquired(lease) = outcome else { panic!("{outcome:?}") };
-    assert_eq!(lease.grant().attempt.number(), 1);
-    let twin = scene.store.claim(scene.key, &claim()).await.unwrap();
-    assert!(matches!(twin, ClaimOutcome::InFlight { .. }), "it holds the key: {twin:?}");
-    let stored = scene.store.complete(&lease, &completion(b'b', LARGE)).await.unwrap();
-    assert_eq!(stored, CompleteOutcome::Stored);
-    assert_eq!(replay(&scene.store, scene.key).await, vec![b'b'; LARGE]);
+    for way in WAYS {
+        let scene = Scene::new(way).await;
+        scene.meanwhile(&["del", "KEY"]);
+        let outcome = scene.claimed().await;
+        let ClaimOutcome::Acquired(lease) = outcome else { panic!("{way:?}: {outcome:?}") };
+        assert_eq!(lease.grant().attempt.number(), 1, "{way:?}");
+        let twin = scene.store.claim(scene.key, &claim()).await.unwrap();
+        assert!(matches!(twin, ClaimOutcome::InFlight { .. }), "{way:?} holds the key: {twin:?}");
+        let stored = scene.store.complete(&lease, &completion(b'b', LARGE)).await.unwrap();
+        assert_eq!(stored, CompleteOutcome::Stored, "{way:?}");
+        assert_eq!(replay(&scene.store, scene.key).await, vec![b'b'; LARGE], "{way:?}");
+    }
+}
+
+/// An answer that is there whenever it is looked for and gone whenever it is read: nobody looks for ever,
+/// nothing is claimed, and nothing is made up.
+#[tokio::test]
+async fn an_answer_that_is_gone_each_time_it_is_read_is_looked_for_three_times() {
+    for way in WAYS {
+        let scene = Scene::new(way).await;
+        let before = scene.record();
+        let (name, away) = (name_of(scene.key), format!("{}:away", name_of(scene.key)));
+        let to = |from: &str, to: &str| {
+            let (server, from, to) = (Arc::clone(&scene.server), from.to_owned(), to.to_owned());
+            move || assert_eq!(server.cli(&["rename", &from, &to]), "OK")
+        };
+        scene.gap.always(to(&name, &away), to(&away, &name));
+        let error = scene.store.claim(scene.key, &claim()).await.unwrap_err();
+        assert_eq!(error.kind(), StoreErrorKind::Unavailable, "{way:?}: {error:?}");
+        assert_eq!(scene.gap.met(), 3, "{way:?}");
+        scene.gap.never();
+        assert_eq!(scene.record(), before, "{way:?}: the record is as it was");
+        assert_eq!(replay(&scene.store, scene.key).await, vec![b'a'; LARGE], "{way:?}");
+    }
 }
 
 #[tokio::test]
@@ -247,67 +311,83 @@ async fn an_answer_that_is_damaged_before_it_is_read_is_unreadable_and_left_as_i
         &["append", "KEY", "a"],
         &["set", "KEY", "no record", "keepttl"],
     ];
-    for damage in damages {
-        let scene = Scene::new().await;
-        scene.meanwhile(damage);
-        let outcome = scene.claimed().await;
-        assert!(matches!(outcome, ClaimOutcome::Unreadable), "{damage:?}: {outcome:?}");
-        let left = scene.record();
-        let again = scene.store.claim(scene.key, &claim()).await.unwrap();
-        assert!(matches!(again, ClaimOutcome::Unreadable), "{damage:?}: {again:?}");
-        assert_eq!(scene.record(), left, "{damage:?}");
+    for way in WAYS {
+        let server = way.server();
+        for damage in damages {
+            let scene = Scene::on(way, &server).await;
+            scene.meanwhile(damage);
+            let outcome = scene.claimed().await;
+            assert!(matches!(outcome, ClaimOutcome::Unreadable), "{way:?} {damage:?}: {outcome:?}");
+            let left = scene.record();
+            let again = scene.store.claim(scene.key, &claim()).await.unwrap();
+            assert!(matches!(again, ClaimOutcome::Unreadable), "{way:?} {damage:?}: {again:?}");
+            assert_eq!(scene.record(), left, "{way:?} {damage:?}");
+        }
     }
 }
 
 #[tokio::test]
 async fn an_answer_to_another_request_that_comes_before_it_is_read_is_not_given() {
-    let scene = Scene::new().await;
-    scene.meanwhile(&["setrange", "KEY", "6", "another request's digest"]);
-    let outcome = scene.claimed().await;
-    assert!(matches!(outcome, ClaimOutcome::Mismatch), "{outcome:?}");
-}
-
-#[tokio::test]
-async fn what_has_taken_the_place_of_an_answer_before_it_is_read_is_what_counts() {
-    // A request that runs: the answer was deleted and its key claimed again.
-    let scene = Scene::new().await;
-    let running = new_key();
-    let lease = granted(&scene.store, running).await;
-    scene.meanwhile(&["copy", &name_of(running), "KEY", "replace"]);
-    let outcome = scene.claimed().await;
-    assert!(matches!(outcome, ClaimOutcome::InFlight { .. }), "{outcome:?}");
-    drop(lease);
-
-    // Its answer, large again or not.
-    for length in [LARGE, 3] {
-        let scene = Scene::new().await;
-        let other = new_key();
-        let lease = granted(&scene.store, other).await;
-        scene.store.complete(&lease, &completion(b'b', length)).await.unwrap();
-        scene.meanwhile(&["copy", &name_of(other), "KEY", "replace"]);
+    for way in WAYS {
+        let scene = Scene::new(way).await;
+        scene.meanwhile(&["setrange", "KEY", "6", "another request's digest"]);
         let outcome = scene.claimed().await;
-        let ClaimOutcome::Completed(response) = outcome else { panic!("{length}: {outcome:?}") };
-        assert_eq!(response, vec![b'b'; length], "{length}");
+        assert!(matches!(outcome, ClaimOutcome::Mismatch), "{way:?}: {outcome:?}");
     }
 }
 
 #[tokio::test]
-async fn a_connection_that_ends_before_the_answer_is_read_costs_a_retry() {
-    let scene = Scene::new().await;
-    scene.meanwhile(&["client", "kill", "type", "normal", "skipme", "yes"]);
-    let claim = claim();
-    let error = scene.store.claim(scene.key, &claim).await.unwrap_err();
-    let fits = [StoreErrorKind::OutcomeUnknown, StoreErrorKind::Unavailable];
-    assert!(fits.contains(&error.kind()), "{error:?}");
-    assert_eq!(scene.gap.met(), 1, "the gap was never hit");
-    let end = Instant::now() + Duration::from_secs(10);
-    let outcome = loop {
-        match scene.store.claim(scene.key, &claim).await {
-            Ok(outcome) => break outcome,
-            Err(error) => assert!(Instant::now() < end, "{error:?}"),
+async fn what_has_taken_the_place_of_an_answer_before_it_is_read_is_what_counts() {
+    for way in WAYS {
+        let server = way.server();
+        // A request that runs: the answer was deleted and its key claimed again. Or its answer, large again
+        // or not.
+        for length in [None, Some(LARGE), Some(3)] {
+            let scene = Scene::on(way, &server).await;
+            let other = in_the_same_slot(scene.key, way);
+            let lease = granted(&scene.store, other).await;
+            if let Some(length) = length {
+                scene.store.complete(&lease, &completion(b'b', length)).await.unwrap();
+            }
+            scene.meanwhile(&["copy", &name_of(other), "KEY", "replace"]);
+            match (length, scene.claimed().await) {
+                (None, ClaimOutcome::InFlight { .. }) => {}
+                (Some(length), ClaimOutcome::Completed(response)) => {
+                    assert_eq!(response, vec![b'b'; length], "{way:?}");
+                }
+                (_, outcome) => panic!("{way:?} {length:?}: {outcome:?}"),
+            }
         }
-        tokio::time::sleep(Duration::from_millis(20)).await;
-    };
-    let ClaimOutcome::Completed(response) = outcome else { panic!("{outcome:?}") };
-    assert_eq!(response, vec![b'a'; LARGE]);
+    }
+}
+
+/// Another key; on a cluster one that can be copied from.
+fn in_the_same_slot(key: StorageKey, way: Way) -> StorageKey {
+    let slot = |key: StorageKey| slot_of(&key.to_text());
+    std::iter::repeat_with(new_key)
+        .find(|&other| !matches!(way, Way::Cluster) || slot(other) == slot(key))
+        .unwrap()
+}
+
+#[tokio::test]
+async fn a_connection_that_ends_before_the_answer_is_read_costs_a_retry() {
+    for way in WAYS {
+        let scene = Scene::new(way).await;
+        scene.meanwhile(&["client", "kill", "type", "normal", "skipme", "yes"]);
+        let claim = claim();
+        let error = scene.store.claim(scene.key, &claim).await.unwrap_err();
+        let fits = [StoreErrorKind::OutcomeUnknown, StoreErrorKind::Unavailable];
+        assert!(fits.contains(&error.kind()), "{way:?}: {error:?}");
+        assert_eq!(scene.gap.met(), 1, "{way:?}: the gap was never hit");
+        let end = Instant::now() + Duration::from_secs(10);
+        let outcome = loop {
+            match scene.store.claim(scene.key, &claim).await {
+                Ok(outcome) => break outcome,
+                Err(error) => assert!(Instant::now() < end, "{way:?}: {error:?}"),
+            }
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        };
+        let ClaimOutcome::Completed(response) = outcome else { panic!("{way:?}: {outcome:?}") };
+        assert_eq!(response, vec![b'a'; LARGE], "{way:?}");
+    }
 }

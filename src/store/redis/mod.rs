@@ -124,14 +124,16 @@ impl RedisStore {
     ///
     /// `rediss+sentinel` and `rediss+cluster` speak TLS to each server. User and password are those of
     /// the servers with the records; see also
-    /// [`sentinel_password`](RedisStoreBuilder::sentinel_password).
+    /// [`sentinel_password`](RedisStoreBuilder::sentinel_password). Each may have `?wait=N` behind it, which is
+    /// [`wait(N)`](RedisStoreBuilder::wait). [`RedisAddress`] reads an address without connecting.
     ///
     /// # Errors
-    /// The cause is the error's [`source`](std::error::Error::source):
-    /// - [`Unavailable`](StoreErrorKind::Unavailable) if there is no server, if it does not answer
-    ///   (after a few seconds at the latest), or if it is a replica or still loading;
-    /// - [`Backend`](StoreErrorKind::Backend) if the address cannot be read, asks for TLS where that
-    ///   is not possible, or the server is older than 7.0 or refuses scripts.
+    /// The cause is the error's [`source`](std::error::Error::source), and says what to change:
+    /// - [`Unavailable`](StoreErrorKind::Unavailable) for what may pass: there is no server, or it does not
+    ///   answer (after a few seconds at the latest), it is a replica or still loading, the cluster is down;
+    /// - [`Backend`](StoreErrorKind::Backend) for what does not: an address that cannot be read or that leads
+    ///   to another kind of server than it says (a Sentinel, one node of a cluster, one that speaks TLS or
+    ///   does not), a wrong user or password, a right that is missing, a server older than 7.0.
     pub async fn connect(url: &str) -> Result<Self, StoreError> {
         Self::builder().connect(url).await
     }
