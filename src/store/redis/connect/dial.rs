@@ -74,8 +74,8 @@ pub(super) async fn open(
         Err(error) if is_about_login(&error) => error,
         Err(error) => return Err(error.into()),
     };
-    // redis-rs keeps the words to itself, and takes whatever is said at that moment for a wrong password:
-    // also that there are too many clients. So it is asked once more.
+    // redis-rs keeps the server's words to itself: whether the password is wrong, or none is asked for. So it
+    // is asked once more.
     let refused = timeout(within, refusal_to_login(client, config, within)).await;
     match refused {
         Ok(Ok(())) | Err(_) => Err(error.into()),
