@@ -171,9 +171,7 @@ async fn slots_that_nobody_has_are_a_concern() {
     let cluster = RedisCluster::start(1, 0);
     let url = cluster.url();
     let store = patient().connect(&url).await.unwrap();
-    let nobody = |concerns: &[Concern]| {
-        concerns.iter().any(|concern| *concern == Concern::SlotsOfNobody { slots: 1 })
-    };
+    let nobody = |concerns: &[Concern]| concerns.contains(&Concern::SlotsOfNobody { slots: 1 });
     assert!(!nobody(&store.check().await.unwrap()));
     // Not the slot of a key that the check uses.
     cluster.nodes[0].cli(&["cluster", "delslots", "0"]);

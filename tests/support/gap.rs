@@ -94,11 +94,11 @@ async fn carry(mut client: TcpStream, target: u16, shared: Arc<Shared>) {
                 if let Some(after) = afterwards.take() {
                     tokio::task::spawn_blocking(move || after()).await.expect("it can be done");
                 }
-                if down[..length].windows(LARGE.len()).any(|window| window == LARGE) {
-                    if let Some(now) = next(&shared, &mut afterwards) {
-                        tokio::task::spawn_blocking(now).await.expect("it can be done");
-                        shared.met.fetch_add(1, Ordering::SeqCst);
-                    }
+                if down[..length].windows(LARGE.len()).any(|window| window == LARGE)
+                    && let Some(now) = next(&shared, &mut afterwards)
+                {
+                    tokio::task::spawn_blocking(now).await.expect("it can be done");
+                    shared.met.fetch_add(1, Ordering::SeqCst);
                 }
                 if client.write_all(&down[..length]).await.is_err() {
                     return;

@@ -39,6 +39,10 @@ impl StoreUrl {
         }
     }
 
+    #[cfg_attr(
+        not(feature = "redis"),
+        expect(unused_variables, reason = "only Redis has a prefix")
+    )]
     async fn connect(&self, prefix: &str) -> Result<Arc<dyn Inspect>, String> {
         match self {
             #[cfg(feature = "redis")]

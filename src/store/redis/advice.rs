@@ -214,6 +214,8 @@ async fn misunderstood(info: &ConnectionInfo) -> Option<SetupError> {
     let (host, port, tls) = match info.addr() {
         ConnectionAddr::Tcp(host, port) => (host, *port, false),
         ConnectionAddr::TcpTls { host, port, .. } => (host, *port, true),
+        ConnectionAddr::Unix(_) => return None,
+        // A kind that redis-rs may add.
         _ => return None,
     };
     let said = async {

@@ -7,6 +7,8 @@ use ::{deadpool_redis, redis};
 
 use super::advice;
 use super::call::Wait;
+#[cfg(doc)]
+use super::check::Concern;
 use super::check::StartupChecks;
 use super::connect::{
     Address, CALL_TIMEOUT, CONNECT_TIMEOUT, Certificates, Cluster, Connections, Dialer, Failure,
