@@ -9,7 +9,7 @@ use bytes::Bytes;
 
 use super::call::{Call, Shortfall};
 use super::connect::Failure;
-use super::script::LARGE;
+use super::script::{LARGE, Work};
 use super::setup::SetupError;
 use super::{NAME, RedisStore};
 use crate::error::{StoreError, StoreErrorKind};
@@ -251,7 +251,7 @@ impl RedisStore {
             effects: Effects::Anywhere,
         };
         // A server that has the scripts is sent their hashes only, until it forgets them.
-        self.check_server(operation, Call::in_full).await?;
+        self.check_server(operation, Work::Everything, Call::in_full).await?;
         let lease = match self.claim(key, &claim).await {
             Ok(ClaimOutcome::Acquired(lease)) => lease,
             Ok(_) => return Err(StoreError::new(StoreErrorKind::Backend, NAME, operation)),
@@ -265,7 +265,7 @@ impl RedisStore {
         };
         self.try_the_others(key, &lease, &claim).await?;
         // Once more, now that the server holds the scripts: they may have taken the last room.
-        self.check_server(operation, |call| call).await?;
+        self.check_server(operation, Work::Everything, |call| call).await?;
         Ok(None)
     }
 

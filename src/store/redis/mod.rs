@@ -53,7 +53,7 @@ pub use place::RedisAddress;
 use builder::PREFIX;
 use call::{Call, Wait};
 use connect::{CALL_TIMEOUT, Cause, Connections, Pooled, Urgency};
-use script::{BadReply, Claimed, Readiness, Reply};
+use script::{BadReply, Claimed, Readiness, Reply, Work};
 use setup::SetupError;
 
 use bytes::Bytes;
@@ -199,9 +199,10 @@ impl RedisStore {
     async fn check_server(
         &self,
         operation: &'static str,
+        work: Work,
         adapt: impl FnOnce(Call) -> Call,
     ) -> Result<(), StoreError> {
-        let call = adapt(script::ready(&format!("{}:{{ready}}", self.0.prefix)));
+        let call = adapt(script::ready(&format!("{}:{{ready}}", self.0.prefix), work));
         // It overwrites whatever is under its key, so nothing there can be unreadable.
         let verb = Verb::new(operation, Urgency::Urgent, Readiness::Ready, script::readiness)
             .holding_if(|readiness| *readiness == Readiness::Ready);
@@ -353,8 +354,9 @@ impl Store for RedisStore {
     fn ready(&self) -> StoreFuture<'_, ()> {
         Box::pin(async move {
             let ready = async {
-                self.check_server("ready", Call::in_full).await?;
-                self.check_server("ready", |call| call.waiting(self.0.wait)).await
+                let work = Work::Everything;
+                self.check_server("ready", work, Call::in_full).await?;
+                self.check_server("ready", work, |call| call.waiting(self.0.wait)).await
             };
             match ready.await {
                 Ok(()) => Ok(()),

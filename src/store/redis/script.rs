@@ -360,11 +360,20 @@ pub(super) enum Readiness {
     TooOld,
 }
 
-pub(super) fn ready(key: &str) -> Call {
-    Call::new(&READY, key, ROOM).lasting(READY_MARK)
+/// What a server is asked to do before it counts as ready.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) enum Work {
+    /// That it takes writes.
+    Write = 1,
+    /// Every command that a request needs.
+    Everything = 2,
 }
 
-/// How long the mark of a readiness check stays if the check fails half-way, in milliseconds.
+pub(super) fn ready(key: &str, work: Work) -> Call {
+    Call::new(&READY, key, ROOM).lasting(READY_MARK).number(work as u64)
+}
+
+/// How long the mark of a readiness check stays if it is not removed, in milliseconds.
 const READY_MARK: u64 = 1_000;
 
 pub(super) fn readiness(reply: &mut Reply) -> Result<Readiness, BadReply> {
