@@ -100,5 +100,9 @@ mod tests {
         {
             assert!(bad.parse::<RedisAddress>().is_err(), "{bad:?}");
         }
+        let slip = "redis+claster://u:s3cret@h".parse::<RedisAddress>().unwrap_err();
+        let told = std::error::Error::source(&slip).unwrap().to_string();
+        assert!(told.contains("redis+claster") && told.contains("redis+cluster"), "{told}");
+        assert!(!told.contains("s3cret"), "{told}");
     }
 }

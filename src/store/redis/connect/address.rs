@@ -35,6 +35,11 @@ pub(in crate::store::redis) enum AddressError {
          socket"
     )]
     UnknownParameter(Box<str>),
+    #[error(
+        "no address of Redis begins with {0:?}; known are redis, rediss, unix, redis+sentinel, \
+         rediss+sentinel, redis+cluster and rediss+cluster, each with :// behind it"
+    )]
+    UnknownScheme(Box<str>),
     #[error("wait= takes a number of replicas, and once: ?wait=2")]
     Wait,
     #[error("no master name: redis+sentinel://host:port,host:port/NAME")]
@@ -135,8 +140,9 @@ impl Address {
     ) -> Result<Self, AddressError> {
         let (scheme, rest) = url.split_once("://").unwrap_or_default();
         let Some((_, server, kind)) = SCHEMES.into_iter().find(|known| known.0 == scheme) else {
-            // redis-rs says what is wrong with it.
-            return Ok(Self::One(url.into_connection_info()?));
+            // One that is written in capitals is no reason to refuse.
+            let info = url.into_connection_info();
+            return info.map(Self::One).map_err(|_| AddressError::UnknownScheme(scheme.into()));
         };
         // One that is misspelt would be passed over in silence, and with it what it was to protect from.
         let query = rest.split_once('?').map_or("", |(_, query)| query);
