@@ -246,6 +246,8 @@ fn a_script_reads_once_and_every_write_has_an_expiry() {
                 "SETRANGE",
             ],
             "look.lua" => &["TIME", "PTTL", "STRLEN", "GETRANGE"],
+            // Whatever a request needs: see the test of that.
+            "ready.lua" => continue,
             "forget.lua" => &["TIME", "GET", "PEXPIRETIME", "DEL"],
             "note.lua" => &["TIME", "XADD"],
             _ => &["TIME", "GET", "PEXPIRETIME", "SET"],
@@ -258,6 +260,33 @@ fn a_script_reads_once_and_every_write_has_an_expiry() {
         }
         let unknown: Vec<_> = calls.into_iter().filter(|call| !known.contains(call)).collect();
         assert!(unknown.is_empty(), "{}: commands out of the ordinary: {unknown:?}", script.name);
+    }
+}
+
+/// A right that is taken away shows in the readiness check, and not in the first payment.
+#[test]
+fn the_readiness_check_runs_every_command_that_a_request_needs() {
+    // A service does without what is for operators.
+    let for_operators = ["look.lua", "forget.lua", "amend.lua", "note.lua"];
+    let scripts = scripts();
+    let (ready, others): (Vec<_>, Vec<_>) =
+        scripts.iter().partition(|script| script.name == "ready.lua");
+    let tried: BTreeSet<_> = ready[0].calls().into_iter().collect();
+    for script in others.iter().filter(|script| !for_operators.contains(&&*script.name)) {
+        for call in script.calls() {
+            assert!(tried.contains(call), "{}: {call} is not tried by ready.lua", script.name);
+        }
+    }
+    assert_eq!(ready[0].calls().last(), Some(&"UNLINK"), "nothing is left");
+    // And the guide, the README and the message name the same rights.
+    let mut named: Vec<_> = tried.iter().map(|call| format!("+{}", call.to_lowercase())).collect();
+    named.extend(["+eval".to_owned(), "+evalsha".to_owned()]);
+    for file in ["README.md", "src/guide/redis.md", "src/store/redis/setup.rs"] {
+        let text = fs::read_to_string(root().join(file)).unwrap();
+        let list = text.split("+eval +evalsha").nth(1).unwrap_or_else(|| panic!("{file}: a list"));
+        let list = list.split(['`', '"']).next().unwrap().replace('\\', " ");
+        let listed: BTreeSet<_> = list.split_whitespace().chain(["+eval", "+evalsha"]).collect();
+        assert_eq!(listed, named.iter().map(String::as_str).collect(), "{file}");
     }
 }
 

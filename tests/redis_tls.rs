@@ -27,8 +27,8 @@ async fn a_tls_server_is_reached_once_the_program_has_chosen_a_provider() {
     };
     let cause = |error: &tower_idempotency::StoreError| error.source().unwrap().to_string();
 
-    for scheme in ["rediss", "rediss+sentinel", "rediss+cluster"] {
-        let url = format!("{scheme}://127.0.0.1:{open_port}/main");
+    for (scheme, path) in [("rediss", ""), ("rediss+sentinel", "main"), ("rediss+cluster", "")] {
+        let url = format!("{scheme}://127.0.0.1:{open_port}/{path}");
         let error = connect(Some(papers.authority()), &url).await.unwrap_err();
         assert_eq!(error.kind(), StoreErrorKind::Backend, "{error:?}");
         assert!(cause(&error).contains("install_default()"), "no panic: {error:?}");
@@ -46,7 +46,19 @@ async fn a_tls_server_is_reached_once_the_program_has_chosen_a_provider() {
     assert_eq!(error.kind(), StoreErrorKind::Unavailable, "an unknown authority: {error:?}");
     let plain = format!("redis://127.0.0.1:{open_port}/");
     let error = connect(None, &plain).await.unwrap_err();
-    assert_eq!(error.kind(), StoreErrorKind::Unavailable, "plain text to a TLS port: {error:?}");
+    assert_eq!(error.kind(), StoreErrorKind::Backend, "plain text to a TLS port: {error:?}");
+    assert!(
+        cause(&error).contains("speaks TLS") && cause(&error).contains("rediss://"),
+        "{error:?}"
+    );
+    for scheme in ["rediss", "rediss+sentinel", "rediss+cluster"] {
+        let path = if scheme.ends_with("sentinel") { "main" } else { "" };
+        let plain_port = format!("{scheme}://127.0.0.1:{}/{path}", open.port());
+        let error = connect(Some(papers.authority()), &plain_port).await.unwrap_err();
+        assert_eq!(error.kind(), StoreErrorKind::Backend, "{scheme} to a plain port: {error:?}");
+        assert!(cause(&error).contains("does not speak TLS"), "{scheme}: {error:?}");
+        assert!(cause(&error).contains(&open.port().to_string()), "{scheme}: {error:?}");
+    }
     let error = connect(Some(papers.authority()), &open.url()).await.unwrap_err();
     assert!(cause(&error).contains("use rediss://"), "{error:?}");
 

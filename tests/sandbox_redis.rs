@@ -198,6 +198,90 @@ async fn a_tls_server_is_opened_by_its_address() {
 }
 
 #[tokio::test]
+async fn a_right_that_is_taken_away_is_named_by_readyz_until_it_is_given_back() {
+    let redis = RedisServer::start();
+    let rights = [
+        "eval",
+        "evalsha",
+        "time",
+        "get",
+        "set",
+        "getrange",
+        "setrange",
+        "strlen",
+        "exists",
+        "rename",
+        "unlink",
+        "pexpire",
+        "pexpiretime",
+    ];
+    redis.cli(&["acl", "setuser", "pay", "on", ">right", "~idem:*", "+info", "+config|get"]);
+    let grant = |sign: &str, right: &str| {
+        let said = redis.cli(&["acl", "setuser", "pay", &format!("{sign}{right}")]);
+        assert_eq!(said, "OK", "{sign}{right}");
+    };
+    rights.iter().for_each(|right| grant("+", right));
+    let url = format!("redis://pay:right@127.0.0.1:{}/", redis.port());
+    let sandbox = Sandbox::start(&["--store", &url]);
+    pays_once(&sandbox).await;
+    for right in rights {
+        grant("-", right);
+        let answer = sandbox.send(Call::get("/readyz")).await;
+        assert_eq!(answer.status, 503, "without {right}: {answer:?}");
+        let body = answer.json();
+        assert_eq!(body["status"], "unavailable", "without {right}: {body}");
+        let reason = body["reason"].as_str().unwrap_or_default();
+        assert!(reason.contains(&format!("may not run `{right}`,")), "without {right}: {reason}");
+        assert!(reason.contains("grant it") && !reason.contains(":right"), "{reason}");
+        grant("+", right);
+        let answer = sandbox.send(Call::get("/readyz")).await;
+        assert_eq!(answer.status, 200, "with {right} again: {answer:?}");
+    }
+    // All at once, and the keys themselves.
+    rights[2..].iter().for_each(|right| grant("-", right));
+    let reason = sandbox.send(Call::get("/readyz")).await.json()["reason"].to_string();
+    assert!(rights[2..].iter().all(|right| reason.contains(&format!("`{right}`"))), "{reason}");
+    rights[2..].iter().for_each(|right| grant("+", right));
+    redis.cli(&["acl", "setuser", "pay", "resetkeys", "~other:*"]);
+    let reason = sandbox.send(Call::get("/readyz")).await.json()["reason"].to_string();
+    assert!(reason.contains("on the keys of the prefix"), "{reason}");
+    redis.cli(&["acl", "setuser", "pay", "~idem:*"]);
+    assert_eq!(sandbox.send(Call::get("/readyz")).await.status, 200);
+}
+
+#[tokio::test]
+async fn a_redis_that_comes_back_empty_is_warned_of_once() {
+    let mut empty = RedisServer::start();
+    let mut lasting = RedisServer::start_with(&["--appendonly", "yes", "--appendfsync", "always"]);
+    let kept = Sandbox::start(&["--store", &lasting.url()]);
+    let lost = Sandbox::start(&["--store", &empty.url()]);
+    let warnings = |sandbox: &Sandbox| {
+        let (output, errors) = sandbox.said();
+        (output + &errors).matches("has come back empty").count()
+    };
+    pays_once(&kept).await;
+    pays_once(&lost).await;
+    // A connection that breaks is no restart.
+    empty.cli(&["client", "kill", "type", "normal"]);
+    once_it_is_back(&lost, || Call::get("/readyz")).await;
+    lasting.restart();
+    empty.restart();
+    for sandbox in [&kept, &lost] {
+        once_it_is_back(sandbox, || Call::get("/readyz")).await;
+    }
+    let end = Instant::now() + Duration::from_secs(10);
+    while warnings(&lost) == 0 {
+        assert!(Instant::now() < end, "{:?}", lost.said());
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    // The next connection finds the same process.
+    empty.cli(&["client", "kill", "type", "normal"]);
+    once_it_is_back(&lost, || Call::get("/readyz")).await;
+    assert!(once_it_is_back(&kept, || Call::pay("k", "tok_visa")).await.is_replay());
+    assert_eq!((warnings(&lost), warnings(&kept)), (1, 0));
+}
+
+#[tokio::test]
 async fn processes_live_through_a_failover_and_charge_nobody_twice() {
     let mut group = SentinelGroup::start(2);
     let url = format!("{}?wait=2", group.url());

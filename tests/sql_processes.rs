@@ -256,9 +256,14 @@ async fn a_database_that_its_operator_froze_takes_no_payment_with_a_key_or_witho
         assert_eq!(sandbox.send(call).await.status, 503);
     }
     assert!(sandbox.send(Call::pay("before", "tok_visa")).await.is_replay());
+    let not_ready = sandbox.send(Call::get("/readyz")).await;
+    assert_eq!(not_ready.status, 503, "{not_ready:?}");
+    let reason = not_ready.json()["reason"].to_string();
+    assert!(reason.contains("default_transaction_read_only is on"), "{reason}");
     assert_eq!(sandbox.charges().await, 1);
     set("RESET default_transaction_read_only");
     assert!(!until_charged(&sandbox, "k", "tok_visa").await.is_replay(), "its key was free");
+    assert_eq!(sandbox.send(Call::get("/readyz")).await.status, 200);
 }
 
 #[tokio::test]

@@ -6,6 +6,7 @@
 mod support;
 
 use std::convert::Infallible;
+use std::error::Error as _;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
@@ -17,7 +18,10 @@ use support::postgres::PostgresServer;
 use support::relay::Relay;
 use tower::{Layer as _, ServiceExt as _, service_fn};
 use tower_idempotency::store::sql::{Tx, sqlx};
-use tower_idempotency::{Config, ConfigBuilder, IdempotencyLayer, PostgresStore, Scope};
+use tower_idempotency::{
+    Config, ConfigBuilder, IdempotencyLayer, PostgresLeaseStore, PostgresStore, Scope, Store,
+    StoreErrorKind,
+};
 
 async fn pool(server: &PostgresServer) -> PgPool {
     PgPoolOptions::new().max_connections(5).connect(&server.url()).await.unwrap()
@@ -222,4 +226,27 @@ async fn a_failover_that_loses_a_commit_loses_key_and_effect_together() {
     );
     assert_eq!(pay(&layer).await, (201, false), "it runs again: one effect in what survives");
     assert_eq!(both(&survivor).await, (1, 1));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_standby_is_not_ready_until_it_is_promoted() {
+    let primary = PostgresServer::start();
+    let pool_on_primary = prepare(&primary).await;
+    let standby = primary.standby_through(primary.port());
+    let copy = pool(&standby).await;
+    let stores: [Box<dyn Store>; 2] = [
+        Box::new(PostgresStore::from_pool(copy.clone())),
+        Box::new(PostgresLeaseStore::from_pool(copy)),
+    ];
+    PostgresStore::from_pool(pool_on_primary).ready().await.unwrap();
+    for store in &stores {
+        let error = store.ready().await.unwrap_err();
+        assert_eq!(error.kind(), StoreErrorKind::Unavailable, "{error:?}");
+        let reason = error.source().unwrap().to_string();
+        assert!(reason.contains("a standby") && reason.contains("primary"), "{reason}");
+    }
+    standby.psql("SELECT pg_promote()");
+    for store in &stores {
+        until("it is promoted", async || store.ready().await.is_ok()).await;
+    }
 }

@@ -19,7 +19,7 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::Semaphore;
 use tower::{Layer as _, ServiceExt as _, service_fn};
 use tower_idempotency::store::redis::deadpool_redis::{Manager, Pool};
-use tower_idempotency::{Config, IdempotencyLayer, RedisStore, Scope};
+use tower_idempotency::{Config, IdempotencyLayer, RedisStore, Scope, Store as _};
 
 use redis::RedisServer;
 
@@ -157,6 +157,16 @@ async fn a_fresh_key_takes_two_trips_a_replay_one_and_a_conflict_one() {
     // A large answer goes beside the record in the same trip.
     server.cli(&["flushall"]);
     assert_eq!(trips(store, &counter, 64 * 1024).await, [2, 1, 1]);
+}
+
+#[tokio::test]
+async fn readiness_takes_two_trips() {
+    let server = RedisServer::start();
+    let (counter, port) = Counter::before(server.port()).await;
+    let store = RedisStore::connect(&format!("redis://127.0.0.1:{port}/")).await.unwrap();
+    counter.trips();
+    store.ready().await.unwrap();
+    assert_eq!(counter.trips(), 2);
 }
 
 #[tokio::test]

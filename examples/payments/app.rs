@@ -21,6 +21,7 @@ use crate::answer::ApiError;
 use crate::flags::Rules;
 use crate::ledger::Ledger;
 use crate::payments::{create, ledger, list, refund, show, void};
+use crate::store::chain;
 use crate::stripe::{
     create_charge, create_intent, create_refund, show_charge, show_intent, show_refund,
 };
@@ -97,8 +98,10 @@ async fn readyz(State(app): State<App>) -> Response {
         _ if app.draining.load(Ordering::Relaxed) => not_ready(store, "stopping"),
         Ok(Ok(())) => Json(json!({ "status": "ready", "store": store })).into_response(),
         Ok(Err(error)) => {
-            tracing::warn!(%error, "not ready");
-            not_ready(store, "unavailable")
+            let reason = chain(&error);
+            tracing::warn!(reason, "not ready");
+            let body = json!({ "status": "unavailable", "store": store, "reason": reason });
+            (StatusCode::SERVICE_UNAVAILABLE, Json(body)).into_response()
         }
         Err(_) => not_ready(store, "slow"),
     }

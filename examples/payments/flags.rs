@@ -154,7 +154,7 @@ impl Flags {
                     .claim_within(QUEUE_WITHIN)
                     .complete_within(QUEUE_WITHIN)
             },
-            StoreUrl::Memory | StoreUrl::Redis { .. } | StoreUrl::Postgres(_) => {
+            StoreUrl::Memory | StoreUrl::Redis(_) | StoreUrl::Postgres(_) => {
                 |builder: ConfigBuilder| builder
             }
         };

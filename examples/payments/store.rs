@@ -7,6 +7,7 @@ use std::str::FromStr;
 use std::sync::Arc;
 use std::time::Duration;
 
+use tower_idempotency::store::redis::RedisAddress;
 use tower_idempotency::{MemoryStore, PostgresStore, RedisStore, SqliteStore, Store, StoreError};
 
 use crate::ledger::{Database, Deduplicate, Ledger};
@@ -17,11 +18,7 @@ pub(crate) enum StoreUrl {
     /// This process's memory.
     Memory,
     /// Redis: one server, a group that Sentinels watch, or a cluster.
-    Redis {
-        url: String,
-        /// `?wait=2`: how many replicas have to confirm a claim and an answer.
-        wait: u32,
-    },
+    Redis(RedisAddress),
     /// A file, which holds the ledger too.
     Sqlite(PathBuf),
     /// A PostgreSQL server, which holds the ledger too.
@@ -32,17 +29,6 @@ pub(crate) enum StoreUrl {
 const OPEN_WITHIN: Duration = Duration::from_secs(8);
 /// How long one statement may take, so that a request is answered in time whatever the database does.
 const STATEMENT: Duration = Duration::from_secs(4);
-
-/// What leads to Redis. The names that begin with `rediss` speak TLS.
-const REDIS: [&str; 7] = [
-    "redis",
-    "rediss",
-    "redis+unix",
-    "redis+sentinel",
-    "rediss+sentinel",
-    "redis+cluster",
-    "rediss+cluster",
-];
 
 impl StoreUrl {
     /// Opens the store, asks it to do real work once, and opens the ledger that goes with it.
@@ -75,10 +61,10 @@ impl StoreUrl {
     async fn connect(&self) -> Result<(Arc<dyn Store>, Option<Database>), StoreError> {
         Ok(match self {
             Self::Memory => (Arc::new(MemoryStore::new()), None),
-            Self::Redis { url, wait } => {
+            Self::Redis(address) => {
                 // TLS needs a provider, which is the program's choice. Fails if there is one already.
                 let _ = rustls::crypto::ring::default_provider().install_default();
-                (Arc::new(RedisStore::builder().wait(*wait).connect(url).await?), None)
+                (Arc::new(RedisStore::builder().connect_to(address).await?), None)
             }
             Self::Sqlite(path) => {
                 let store = SqliteStore::open(path).await?;
@@ -100,7 +86,7 @@ impl StoreUrl {
     /// Where the ledger is, in words.
     pub(crate) fn ledger(&self, file: &Path) -> String {
         match self {
-            Self::Memory | Self::Redis { .. } => file.display().to_string(),
+            Self::Memory | Self::Redis(_) => file.display().to_string(),
             Self::Sqlite(path) => path.display().to_string(),
             Self::Postgres(_) => "in the store's database".to_owned(),
         }
@@ -119,10 +105,14 @@ impl FromStr for StoreUrl {
         match scheme {
             "memory" if rest.is_empty() => Ok(Self::Memory),
             "memory" => Err("memory: takes nothing after the colon".to_owned()),
-            _ if REDIS.contains(&scheme) => {
+            // `rediss`, `redis+cluster` and so on: which there are the library knows.
+            _ if scheme.starts_with("redis") => {
                 if rest.len() > 2 && rest.starts_with("//") {
-                    let (url, wait) = waiting(url)?;
-                    return Ok(Self::Redis { url, wait });
+                    let address = url.parse::<RedisAddress>();
+                    return address.map(Self::Redis).map_err(|error| match error.source() {
+                        Some(reason) => reason.to_string(),
+                        None => error.to_string(),
+                    });
                 }
                 let places = match scheme.split_once('+') {
                     Some((_, "sentinel")) => "host:26379,host:26379/master-name",
@@ -150,35 +140,15 @@ impl FromStr for StoreUrl {
     }
 }
 
-/// Takes `wait=N` out of a URL; what is left of the query is the library's.
-fn waiting(url: &str) -> Result<(String, u32), String> {
-    let Some((place, query)) = url.split_once('?') else { return Ok((url.to_owned(), 0)) };
-    let (mut wait, mut rest) = (0, Vec::new());
-    for setting in query.split('&') {
-        match setting.split_once('=') {
-            Some(("wait", replicas)) => {
-                wait =
-                    replicas.parse().map_err(|_| "wait= takes a number of replicas".to_owned())?;
-            }
-            _ => rest.push(setting),
-        }
-    }
-    let mark = if rest.is_empty() { "" } else { "?" };
-    Ok((format!("{place}{mark}{}", rest.join("&")), wait))
-}
-
 /// Shows the address and never the password.
 impl fmt::Display for StoreUrl {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Memory => f.write_str("memory: (gone when this process ends)"),
-            Self::Redis { url, wait } => {
-                let (scheme, rest) = url.split_once("://").unwrap_or_default();
-                let place = rest.rsplit_once('@').map_or(rest, |(_, place)| place);
-                // The password of a socket stands behind the question mark.
-                write!(f, "{scheme}://{}", place.split('?').next().unwrap_or_default())?;
-                if *wait > 0 { write!(f, " (waits for {wait} replicas)") } else { Ok(()) }
-            }
+            Self::Redis(address) => match address.wait() {
+                None | Some(0) => write!(f, "{address}"),
+                Some(wait) => write!(f, "{address} (waits for {wait} replicas)"),
+            },
             Self::Sqlite(path) => write!(f, "sqlite:{}", path.display()),
             Self::Postgres(url) => {
                 let rest = url.split_once("://").map_or("", |(_, rest)| rest);
@@ -197,7 +167,7 @@ impl fmt::Debug for StoreUrl {
 }
 
 /// An error with its causes on one line. Some errors say their cause themselves.
-fn chain(error: &dyn Error) -> String {
+pub(crate) fn chain(error: &dyn Error) -> String {
     let mut line = error.to_string();
     let mut next = error.source();
     while let Some(cause) = next {
@@ -227,7 +197,7 @@ mod tests {
             "redis+cluster://a:1,b:2",
             "redis+sentinel://a:1/m?wait=2",
         ] {
-            assert!(matches!(url.parse(), Ok(StoreUrl::Redis { .. })), "{url}");
+            assert!(matches!(url.parse(), Ok(StoreUrl::Redis(_))), "{url}");
         }
         for url in [
             "",
@@ -256,8 +226,6 @@ mod tests {
         let url: StoreUrl =
             "redis+sentinel://:s3cret@a:1,b:2/m?wait=2&protocol=resp3".parse().unwrap();
         assert_eq!(url.to_string(), "redis+sentinel://a:1,b:2/m (waits for 2 replicas)");
-        let StoreUrl::Redis { url, wait: 2 } = url else { panic!("two replicas") };
-        assert_eq!(url, "redis+sentinel://:s3cret@a:1,b:2/m?protocol=resp3");
         let url: StoreUrl = "redis+unix:///run/redis.sock?pass=s3cret".parse().unwrap();
         assert_eq!(url.to_string(), "redis+unix:///run/redis.sock");
         let url: StoreUrl = "postgres://u:s3cr@t@h:1/d?password=s3cret".parse().unwrap();

@@ -7,12 +7,15 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tower_idempotency::store::Inspect;
+#[cfg(feature = "redis")]
+use tower_idempotency::store::redis::RedisAddress;
 
 /// A store that records can be in.
 #[derive(Clone, Eq, PartialEq)]
 pub enum StoreUrl {
-    /// Redis, and how many replicas have to confirm a change.
-    Redis { url: String, wait: u32 },
+    /// Redis.
+    #[cfg(feature = "redis")]
+    Redis(RedisAddress),
     /// A file.
     Sqlite(PathBuf),
     /// A PostgreSQL server.
@@ -26,18 +29,6 @@ const OPEN_WITHIN: Duration = Duration::from_secs(10);
 #[cfg(feature = "redis")]
 const CALL_TIMEOUT: Duration = Duration::from_secs(3);
 
-/// What leads to Redis. The names that begin with `rediss` speak TLS.
-const REDIS: [&str; 8] = [
-    "redis",
-    "rediss",
-    "unix",
-    "redis+unix",
-    "redis+sentinel",
-    "rediss+sentinel",
-    "redis+cluster",
-    "rediss+cluster",
-];
-
 impl StoreUrl {
     /// Opens the store. Nothing is made that is not there.
     pub async fn open(&self, prefix: &str) -> Result<Arc<dyn Inspect>, String> {
@@ -48,9 +39,14 @@ impl StoreUrl {
         }
     }
 
+    #[cfg_attr(
+        not(feature = "redis"),
+        expect(unused_variables, reason = "only Redis has a prefix")
+    )]
     async fn connect(&self, prefix: &str) -> Result<Arc<dyn Inspect>, String> {
         match self {
-            Self::Redis { url, wait } => redis(url, *wait, prefix).await,
+            #[cfg(feature = "redis")]
+            Self::Redis(address) => redis(address, prefix).await,
             Self::Sqlite(path) => sqlite(path).await,
             Self::Postgres(url) => postgres(url).await,
         }
@@ -58,21 +54,30 @@ impl StoreUrl {
 }
 
 #[cfg(feature = "redis")]
-async fn redis(url: &str, wait: u32, prefix: &str) -> Result<Arc<dyn Inspect>, String> {
+async fn redis(address: &RedisAddress, prefix: &str) -> Result<Arc<dyn Inspect>, String> {
     use tower_idempotency::RedisStore;
     use tower_idempotency::store::redis::StartupChecks;
 
     // TLS needs a provider, which is the program's choice. Fails if there is one already.
     #[cfg(feature = "redis-tls")]
     let _ = rustls::crypto::ring::default_provider().install_default();
-    let builder = RedisStore::builder().prefix(prefix).wait(wait).call_timeout(CALL_TIMEOUT);
+    let builder = RedisStore::builder().prefix(prefix).call_timeout(CALL_TIMEOUT);
     // What the server should be like is for the service to say.
-    let store = builder.startup_checks(StartupChecks::Skip).connect(url).await;
+    let store = builder.startup_checks(StartupChecks::Skip).connect_to(address).await;
     Ok(Arc::new(store.map_err(|error| chain(&error))?))
 }
 
+#[cfg(feature = "redis")]
+fn redis_url(url: &str) -> Result<StoreUrl, String> {
+    use std::error::Error as _;
+    url.parse::<RedisAddress>().map(StoreUrl::Redis).map_err(|error| match error.source() {
+        Some(reason) => reason.to_string(),
+        None => error.to_string(),
+    })
+}
+
 #[cfg(not(feature = "redis"))]
-async fn redis(_: &str, _: u32, _: &str) -> Result<Arc<dyn Inspect>, String> {
+fn redis_url(_: &str) -> Result<StoreUrl, String> {
     Err("this program was built without the feature `redis`".to_owned())
 }
 
@@ -162,9 +167,12 @@ impl FromStr for StoreUrl {
         let (scheme, rest) = url.split_once(':').unwrap_or_default();
         match scheme {
             "memory" => Err("a store in memory belongs to its process: ask its router".to_owned()),
-            _ if REDIS.contains(&scheme) && rest.len() > 2 && rest.starts_with("//") => {
-                let (url, wait) = waiting(url)?;
-                Ok(Self::Redis { url, wait })
+            // Which names beginning so there are, the library knows.
+            _ if (scheme.starts_with("redis") || scheme == "unix")
+                && rest.len() > 2
+                && rest.starts_with("//") =>
+            {
+                redis_url(url)
             }
             "sqlite" if !rest.is_empty() && !rest.starts_with("//") => {
                 Ok(Self::Sqlite(rest.into()))
@@ -179,31 +187,14 @@ impl FromStr for StoreUrl {
     }
 }
 
-/// Takes `wait=N` out of a URL; what is left of the query is the library's.
-fn waiting(url: &str) -> Result<(String, u32), String> {
-    let Some((place, query)) = url.split_once('?') else { return Ok((url.to_owned(), 0)) };
-    let (mut wait, mut rest) = (0, Vec::new());
-    for setting in query.split('&') {
-        match setting.split_once('=') {
-            Some(("wait", replicas)) => {
-                wait =
-                    replicas.parse().map_err(|_| "wait= takes a number of replicas".to_owned())?;
-            }
-            Some(_) | None => rest.push(setting),
-        }
-    }
-    let mark = if rest.is_empty() { "" } else { "?" };
-    Ok((format!("{place}{mark}{}", rest.join("&")), wait))
-}
-
 /// Shows the address and never the password.
 impl fmt::Display for StoreUrl {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (scheme, rest) = match self {
             Self::Sqlite(path) => return write!(f, "sqlite:{}", path.display()),
-            Self::Redis { url, .. } | Self::Postgres(url) => {
-                url.split_once("://").unwrap_or_default()
-            }
+            #[cfg(feature = "redis")]
+            Self::Redis(address) => return write!(f, "{address}"),
+            Self::Postgres(url) => url.split_once("://").unwrap_or_default(),
         };
         // A password may stand behind the question mark too.
         let place = rest.rsplit_once('@').map_or(rest, |(_, place)| place);

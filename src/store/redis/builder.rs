@@ -1,17 +1,22 @@
 //! Setting up a store: what can be chosen, and connecting.
 
-use std::error::Error as _;
 use std::fmt;
 use std::time::Duration;
 
 use ::{deadpool_redis, redis};
 
+use super::advice;
 use super::call::Wait;
-use super::check::{Concern, StartupChecks};
+#[cfg(doc)]
+use super::check::Concern;
+use super::check::StartupChecks;
 use super::connect::{
-    Address, AddressError, CALL_TIMEOUT, CONNECT_TIMEOUT, Certificates, Cluster, Connections,
-    Dialer, Failure, Node, Pooled,
+    Address, CALL_TIMEOUT, CONNECT_TIMEOUT, Certificates, Cluster, Connections, Dialer, Failure,
+    Node, Pooled,
 };
+use super::place::RedisAddress;
+use super::script::Work;
+use super::setup::SetupError;
 use super::{NAME, RedisStore};
 use crate::error::{StoreError, StoreErrorKind};
 #[cfg(doc)]
@@ -25,67 +30,6 @@ pub(super) const MAX_PREFIX: usize = 64;
 
 /// The most milliseconds that WAIT takes as a number. Nobody waits that long.
 const LONGEST_WAIT: u64 = 1 << 31;
-
-/// Why a store could not be set up. The source of the error that is returned.
-#[derive(thiserror::Error)]
-pub(super) enum SetupError {
-    #[error(transparent)]
-    Address(#[from] AddressError),
-    #[error("the key prefix is empty")]
-    PrefixEmpty,
-    #[error("the key prefix has {0} bytes; at most {MAX_PREFIX} are allowed")]
-    PrefixTooLong(usize),
-    #[error("the key prefix {0:?} has a brace or a control character in it")]
-    PrefixCharacter(Box<str>),
-    #[error("{0} must be greater than zero")]
-    Zero(&'static str),
-    #[error(
-        "the server is older than Redis 7.0, the first whose scripts can do what this store needs"
-    )]
-    TooOld,
-    #[error("the server could lose records: {}", list(.0))]
-    Unsafe(Vec<Concern>),
-    #[error(
-        "the user may not do what the scripts need ({0}); grant it `+eval +evalsha +time \
-         +get +set +getrange +setrange +strlen +exists +rename +unlink +pexpire +pexpiretime` \
-         on the keys of the prefix"
-    )]
-    Rights(Box<str>),
-}
-
-/// As it is displayed: programs whose `main` returns an error print it like this.
-impl fmt::Debug for SetupError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        fmt::Display::fmt(self, f)
-    }
-}
-
-impl SetupError {
-    /// Says which right is missing, if that is what the error means.
-    pub(super) fn explain(error: StoreError, operation: &'static str) -> StoreError {
-        let cause = error.source().and_then(|cause| cause.downcast_ref::<redis::RedisError>());
-        match cause {
-            Some(cause) if is_about_rights(cause) => {
-                Self::Rights(cause.to_string().into()).into_store_error(operation)
-            }
-            Some(_) | None => error,
-        }
-    }
-
-    pub(super) fn into_store_error(self, operation: &'static str) -> StoreError {
-        StoreError::new(StoreErrorKind::Backend, NAME, operation).with_source(self)
-    }
-}
-
-fn is_about_rights(error: &redis::RedisError) -> bool {
-    // Redis 7.0 gives the refusal of a command inside a script no code of its own.
-    error.code() == Some("NOPERM")
-        || error.to_string().contains("The user executing the script can't")
-}
-
-fn list(concerns: &[Concern]) -> String {
-    concerns.iter().map(Concern::to_string).collect::<Vec<_>>().join("; ")
-}
 
 /// Sets up a [`RedisStore`].
 #[derive(Clone)]
@@ -161,7 +105,8 @@ impl RedisStoreBuilder {
     /// the call timeout. If fewer than this many confirm, a claim is not held (503, nothing runs), and a
     /// completion is sent again. Replays need no replicas.
     ///
-    /// Such calls use connections of their own, 32 at most. Default: 0, no waiting.
+    /// Such calls use connections of their own, 32 at most. An address may say it instead: `?wait=2`; one
+    /// that says another number than the program is refused. Default: 0, no waiting.
     pub fn wait(mut self, replicas: u32) -> Self {
         self.wait = replicas;
         self
@@ -194,18 +139,38 @@ impl RedisStoreBuilder {
     /// # Errors
     /// See [`RedisStore::connect`]; also if a setting of this builder is out of its bounds.
     pub async fn connect(self, url: &str) -> Result<RedisStore, StoreError> {
+        self.check("connect")?;
+        let address = RedisAddress::read(url);
+        let address =
+            address.map_err(|error| SetupError::from(error).into_store_error("connect"))?;
+        self.connect_to(&address).await
+    }
+
+    /// The same, to an address that was read before.
+    ///
+    /// # Errors
+    /// See [`RedisStore::connect`]; also if a setting of this builder is out of its bounds.
+    pub async fn connect_to(mut self, address: &RedisAddress) -> Result<RedisStore, StoreError> {
         let prefix = self.check("connect")?;
-        let unusable = |error: AddressError| SetupError::from(error).into_store_error("connect");
-        let address = Address::parse(url, self.certificates.as_ref()).map_err(unusable)?;
-        let connections = self.reach(address).await.map_err(|failure| {
-            // Nothing of ours has been sent, so an outcome cannot be unknown.
-            let mut kind = failure.kind();
-            if kind == StoreErrorKind::OutcomeUnknown {
-                kind = StoreErrorKind::Unavailable;
-            }
-            StoreError::new(kind, NAME, "connect").with_source(failure.into_cause())
-        })?;
+        self.wait = self.waits_by(address).map_err(|error| error.into_store_error("connect"))?;
+        let address = address.resolve(self.certificates.as_ref());
+        let address =
+            address.map_err(|error| SetupError::from(error).into_store_error("connect"))?;
+        let connections = match self.reach(address.clone()).await {
+            Ok(connections) => connections,
+            Err(failure) => return Err(advice::of_no_connection(failure, &address).await),
+        };
         self.begin(RedisStore::new(connections, prefix, self.waiting())).await
+    }
+
+    fn waits_by(&self, address: &RedisAddress) -> Result<u32, SetupError> {
+        match address.wait() {
+            Some(wait) if self.wait != 0 && self.wait != wait => {
+                Err(SetupError::TwoWaits { address: wait, builder: self.wait })
+            }
+            Some(wait) => Ok(wait),
+            None => Ok(self.wait),
+        }
     }
 
     async fn reach(&self, address: Address) -> Result<Connections, Failure> {
@@ -223,7 +188,7 @@ impl RedisStoreBuilder {
             }
         };
         let node = Node::connect(dialer.map_err(no_dialer)?, self.call_timeout);
-        Ok(Connections::Node(node.await.map_err(no_dialer)?))
+        Ok(Connections::Node(node.await.map_err(|error| Failure::NotSent(error.into()))?))
     }
 
     fn let_in(&self, sentinel: redis::ConnectionInfo) -> redis::ConnectionInfo {
@@ -234,8 +199,13 @@ impl RedisStoreBuilder {
 
     async fn begin(&self, store: RedisStore) -> Result<RedisStore, StoreError> {
         let begun = async {
-            let ready = store.check_server("connect", |call| call).await;
-            ready.map_err(|error| SetupError::explain(error, "connect"))?;
+            // Who skips the checks may be an operator, who has other rights than a service.
+            if let Err(error) = store.check_server("connect", Work::Write, |call| call).await {
+                return Err(store.explain(error, "connect").await);
+            }
+            if store.is_one_node_of_a_cluster().await {
+                return Err(SetupError::OneNodeOfCluster.into_store_error("connect"));
+            }
             store.look("connect", self.startup_checks).await
         };
         match begun.await {

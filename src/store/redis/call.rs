@@ -55,11 +55,20 @@ pub(super) struct Wait {
 }
 
 /// A write may not survive a failover.
-#[derive(Clone, Copy, Debug, Eq, PartialEq, thiserror::Error)]
-#[error("{confirmed} of the {needed} replicas it takes confirmed the write in time")]
-pub(super) struct TooFewReplicas {
-    pub(super) confirmed: u32,
-    pub(super) needed: u32,
+#[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
+pub(super) enum Shortfall {
+    #[error("{confirmed} of the {needed} replicas it takes confirmed the write in time")]
+    TooFew { confirmed: u32, needed: u32 },
+    /// From a user without the right to WAIT, or a server without the command. Nobody was counted.
+    #[error("the server refused WAIT ({0}): grant the user `+wait`")]
+    Refused(Box<str>),
+}
+
+/// What WAIT said.
+#[derive(Debug)]
+pub(super) enum Waited {
+    Confirmed(u32),
+    Refused(Box<str>),
 }
 
 /// What came back of a call that the server answered.
@@ -67,7 +76,7 @@ pub(super) struct TooFewReplicas {
 pub(super) struct Answer {
     pub(super) value: Value,
     /// How many replicas had the write when the wait was over. `None` if nobody asked.
-    pub(super) replicas: Option<u32>,
+    pub(super) replicas: Option<Waited>,
 }
 
 /// Commands that go out in one piece.
@@ -126,11 +135,12 @@ impl Places {
             Some((time, expiry)) => Value::Array(vec![take(time), value, take(expiry)]),
         };
         let replicas = self.replicas.map(|at| {
-            let Value::Int(replicas) = take(at) else {
-                // An error, from a user without the right to WAIT or a server without the command.
-                return 0;
-            };
-            u32::try_from(replicas).unwrap_or(u32::MAX)
+            let said = take(at);
+            if let Value::ServerError(error) = said {
+                return Waited::Refused(error.to_string().into());
+            }
+            let confirmed = if let Value::Int(confirmed) = said { confirmed } else { 0 };
+            Waited::Confirmed(u32::try_from(confirmed).unwrap_or(u32::MAX))
         });
         Ok(Answer { value, replicas })
     }
@@ -272,10 +282,14 @@ impl Call {
     }
 
     /// How far the replicas fell short of what was asked for.
-    pub(super) fn shortfall(&self, answer: &Answer) -> Option<TooFewReplicas> {
+    pub(super) fn shortfall(&self, answer: &Answer) -> Option<Shortfall> {
         let needed = self.wait?.replicas;
-        let confirmed = answer.replicas.unwrap_or(0);
-        (confirmed < needed).then_some(TooFewReplicas { confirmed, needed })
+        let confirmed = match &answer.replicas {
+            Some(Waited::Refused(reason)) => return Some(Shortfall::Refused(reason.clone())),
+            Some(Waited::Confirmed(confirmed)) => *confirmed,
+            None => 0,
+        };
+        (confirmed < needed).then_some(Shortfall::TooFew { confirmed, needed })
     }
 
     /// The key of the record.

@@ -7,10 +7,10 @@ use std::time::Duration;
 use ::redis::{Cmd, Value};
 use bytes::Bytes;
 
-use super::builder::SetupError;
-use super::call::{Call, TooFewReplicas};
+use super::call::{Call, Shortfall};
 use super::connect::Failure;
-use super::script::LARGE;
+use super::script::{LARGE, Work};
+use super::setup::SetupError;
 use super::{NAME, RedisStore};
 use crate::error::{StoreError, StoreErrorKind};
 use crate::fingerprint::{Fingerprint, Fingerprints, RecipeId};
@@ -67,13 +67,19 @@ pub enum Concern {
     /// Claims will be refused until more replicas are there.
     #[error(
         "{confirmed} of the {needed} replicas that wait({needed}) asks for confirmed a write: until \
-         they do, new keys get 503; attach replicas, grant the user `+wait`, or lower wait(..)"
+         they do, new keys get 503; attach replicas, or lower wait(..)"
     )]
     TooFewReplicas {
         /// How many confirmed.
         confirmed: u32,
         /// [`wait`](super::RedisStoreBuilder::wait).
         needed: u32,
+    },
+    /// Claims will be refused until the server counts replicas for this user.
+    #[error("{reason}: until then, new keys get 503, whatever replicas there are")]
+    CannotWait {
+        /// What the server said, and what to change.
+        reason: String,
     },
     /// A failover to a replica that was not waited for forgets claims.
     #[error(
@@ -92,6 +98,15 @@ pub enum Concern {
          redis+cluster://host:port,host:port"
     )]
     OneNodeOfCluster,
+    /// Some keys will be refused.
+    #[error(
+        "{slots} of the 16384 slots of the cluster are assigned to no node, and their keys get 503; \
+         `redis-cli --cluster fix` assigns them"
+    )]
+    SlotsOfNobody {
+        /// How many.
+        slots: usize,
+    },
     /// A question was not answered, so nothing is known.
     #[error(
         "{command} was refused ({reason}), so eviction, persistence and replicas could not be \
@@ -145,9 +160,23 @@ impl RedisStore {
     async fn concerns(&self, operation: &'static str) -> Result<Vec<Concern>, StoreError> {
         // A set: the masters of a cluster are set up alike, and one message of a kind is enough.
         let mut concerns = BTreeSet::new();
-        if let Some(TooFewReplicas { confirmed, needed }) = self.try_every_script(operation).await?
-        {
-            concerns.insert(Concern::TooFewReplicas { confirmed, needed });
+        match self.try_every_script(operation).await? {
+            Some(Shortfall::TooFew { confirmed, needed }) => {
+                concerns.insert(Concern::TooFewReplicas { confirmed, needed });
+            }
+            Some(refused @ Shortfall::Refused(_)) => {
+                concerns.insert(Concern::CannotWait { reason: refused.to_string() });
+            }
+            None => {}
+        }
+        if self.is_one_node_of_a_cluster().await {
+            concerns.insert(Concern::OneNodeOfCluster);
+        }
+        match self.0.connections.slots_of_nobody() {
+            0 => {}
+            slots => {
+                concerns.insert(Concern::SlotsOfNobody { slots });
+            }
         }
         let mut info = Cmd::new();
         info.arg("INFO");
@@ -189,9 +218,6 @@ impl RedisStore {
         if field("aof_last_write_status").is_some_and(|status| status != "ok") {
             concerns.push(Concern::CannotPersist);
         }
-        if field("cluster_enabled") == Some("1") && !self.0.connections.are_a_cluster() {
-            concerns.push(Concern::OneNodeOfCluster);
-        }
         let replicas = field("connected_slaves").and_then(|count| count.parse().ok()).unwrap_or(0);
         let waited = self.0.wait.map_or(0, |wait| wait.replicas);
         if replicas > waited {
@@ -204,7 +230,14 @@ impl RedisStore {
     async fn try_every_script(
         &self,
         operation: &'static str,
-    ) -> Result<Option<TooFewReplicas>, StoreError> {
+    ) -> Result<Option<Shortfall>, StoreError> {
+        match self.try_them(operation).await {
+            Ok(shortfall) => Ok(shortfall),
+            Err(error) => Err(self.explain(error, operation).await),
+        }
+    }
+
+    async fn try_them(&self, operation: &'static str) -> Result<Option<Shortfall>, StoreError> {
         let terms = Terms { lease: KEPT, retention: KEPT, unknown_retention: KEPT };
         let mut key = [0; 24];
         key[..16].copy_from_slice(HolderId::random().as_bytes());
@@ -217,23 +250,22 @@ impl RedisStore {
             on_expired: OnExpired::Refuse,
             effects: Effects::Anywhere,
         };
-        let explained = |error| SetupError::explain(error, operation);
         // A server that has the scripts is sent their hashes only, until it forgets them.
-        self.check_server(operation, Call::in_full).await.map_err(explained)?;
+        self.check_server(operation, Work::Everything, Call::in_full).await?;
         let lease = match self.claim(key, &claim).await {
             Ok(ClaimOutcome::Acquired(lease)) => lease,
             Ok(_) => return Err(StoreError::new(StoreErrorKind::Backend, NAME, operation)),
             Err(error) => {
-                let cause = error.source().and_then(|cause| cause.downcast_ref());
-                return match cause {
-                    Some(&shortfall) => Ok(Some(shortfall)),
-                    None => Err(explained(error)),
+                let cause = error.source().and_then(|cause| cause.downcast_ref::<Shortfall>());
+                return match cause.cloned() {
+                    Some(shortfall) => Ok(Some(shortfall)),
+                    None => Err(error),
                 };
             }
         };
-        self.try_the_others(key, &lease, &claim).await.map_err(explained)?;
+        self.try_the_others(key, &lease, &claim).await?;
         // Once more, now that the server holds the scripts: they may have taken the last room.
-        self.check_server(operation, |call| call).await.map_err(explained)?;
+        self.check_server(operation, Work::Everything, |call| call).await?;
         Ok(None)
     }
 
@@ -283,7 +315,7 @@ fn answered(
 
 /// The text of a reply; the parts of a list on lines of their own.
 #[allow(clippy::wildcard_enum_match_arm, reason = "most kinds of values are never an answer")]
-fn text(value: &Value) -> String {
+pub(super) fn text(value: &Value) -> String {
     match value {
         Value::BulkString(bytes) => String::from_utf8_lossy(bytes).into_owned(),
         Value::SimpleString(text) | Value::VerbatimString { text, .. } => text.clone(),

@@ -31,13 +31,16 @@
 //! # Limits
 //! A verb takes at most twice the call timeout: once for a connection, once for the reply.
 
+mod advice;
 mod builder;
 mod call;
 mod check;
 mod claim;
 mod connect;
 mod inspect;
+mod place;
 mod script;
+mod setup;
 
 use std::fmt;
 use std::sync::Arc;
@@ -46,12 +49,14 @@ use std::time::Duration;
 pub use ::{deadpool_redis, redis};
 pub use builder::RedisStoreBuilder;
 pub use check::{Concern, StartupChecks};
+pub use place::RedisAddress;
 
-use builder::{PREFIX, SetupError};
+use builder::PREFIX;
 use call::{Call, Wait};
 use claim::Seen;
 use connect::{CALL_TIMEOUT, Cause, Connections, Pooled, Urgency};
-use script::{BadReply, Readiness};
+use script::{BadReply, Readiness, Work};
+use setup::SetupError;
 
 use ::redis::Value;
 
@@ -121,14 +126,16 @@ impl RedisStore {
     ///
     /// `rediss+sentinel` and `rediss+cluster` speak TLS to each server. User and password are those of
     /// the servers with the records; see also
-    /// [`sentinel_password`](RedisStoreBuilder::sentinel_password).
+    /// [`sentinel_password`](RedisStoreBuilder::sentinel_password). Each may have `?wait=N` behind it, which is
+    /// [`wait(N)`](RedisStoreBuilder::wait). [`RedisAddress`] reads an address without connecting.
     ///
     /// # Errors
-    /// The cause is the error's [`source`](std::error::Error::source):
-    /// - [`Unavailable`](StoreErrorKind::Unavailable) if there is no server, if it does not answer
-    ///   (after a few seconds at the latest), or if it is a replica or still loading;
-    /// - [`Backend`](StoreErrorKind::Backend) if the address cannot be read, asks for TLS where that
-    ///   is not possible, or the server is older than 7.0 or refuses scripts.
+    /// The cause is the error's [`source`](std::error::Error::source), and says what to change:
+    /// - [`Unavailable`](StoreErrorKind::Unavailable) for what may pass: there is no server, or it does not
+    ///   answer (after a few seconds at the latest), it is a replica or still loading, the cluster is down;
+    /// - [`Backend`](StoreErrorKind::Backend) for what does not: an address that cannot be read or that leads
+    ///   to another kind of server than it says (a Sentinel, one node of a cluster, one that speaks TLS or
+    ///   does not), a wrong user or password, a right that is missing, a server older than 7.0.
     pub async fn connect(url: &str) -> Result<Self, StoreError> {
         Self::builder().connect(url).await
     }
@@ -228,9 +235,11 @@ impl RedisStore {
     async fn check_server(
         &self,
         operation: &'static str,
+        work: Work,
         adapt: impl FnOnce(Call) -> Call,
     ) -> Result<(), StoreError> {
-        let call = adapt(script::ready(format!("{}:{{ready}}", self.0.prefix).as_bytes()));
+        let mark = format!("{}:{{ready}}", self.0.prefix);
+        let call = adapt(script::ready(mark.as_bytes(), work));
         // It overwrites whatever is under its key, so nothing there can be unreadable.
         let verb = Verb::new(operation, Urgency::Urgent, Readiness::Ready, script::readiness)
             .holding_if(|readiness| *readiness == Readiness::Ready);
@@ -364,11 +373,23 @@ impl Store for RedisStore {
         })
     }
 
-    /// Runs a script that writes. Fails with [`Full`](StoreErrorKind::Full) when there is no room
+    /// Runs a script that uses every command that requests need, on a key that is gone afterwards: in full,
+    /// and by its name. Fails with [`Backend`](StoreErrorKind::Backend) and the command's name when the
+    /// user may not run one of them any more. Fails with [`Full`](StoreErrorKind::Full) when there is no room
     /// for new keys: what is stored can still be replayed then, and what runs can still end. With
     /// [`wait`](RedisStoreBuilder::wait) it fails while replicas are missing.
     fn ready(&self) -> StoreFuture<'_, ()> {
-        Box::pin(self.check_server("ready", |call| call.waiting(self.0.wait)))
+        Box::pin(async move {
+            let ready = async {
+                let work = Work::Everything;
+                self.check_server("ready", work, Call::in_full).await?;
+                self.check_server("ready", work, |call| call.waiting(self.0.wait)).await
+            };
+            match ready.await {
+                Ok(()) => Ok(()),
+                Err(error) => Err(self.explain(error, "ready").await),
+            }
+        })
     }
 }
 

@@ -344,12 +344,20 @@ pub(super) enum Readiness {
     TooOld,
 }
 
-pub(super) fn ready(key: &[u8]) -> Call {
-    Call::new(&READY, key, ROOM).lasting(READY_MARK)
+/// What a server is asked to do before it counts as ready.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) enum Work {
+    /// That it takes writes.
+    Write = 1,
+    /// Every command that a request needs.
+    Everything = 2,
 }
 
-/// How long the mark of a readiness check stays, in milliseconds: no time at all, but a whole second
-/// so that it can be seen by somebody who looks for it.
+pub(super) fn ready(key: &[u8], work: Work) -> Call {
+    Call::new(&READY, key, ROOM).lasting(READY_MARK).number(work as u64)
+}
+
+/// How long the mark of a readiness check stays if it is not removed, in milliseconds.
 const READY_MARK: u64 = 1_000;
 
 pub(super) fn readiness(reply: Value) -> Result<Readiness, BadReply> {

@@ -8,7 +8,7 @@ use tokio::time::{Instant, timeout};
 
 use super::session::{ANSWER_WITHIN, ASK_PAUSE_MAX, COMMIT_SILENT, Session, bounded, silent};
 use super::{Backend, Lock, Row, maybe_done, not_done, step, task_gone};
-use crate::error::StoreError;
+use crate::error::{StoreError, StoreErrorKind};
 use crate::record::{
     self, Claim, ClaimOutcome, CompleteOutcome, Completion, Current, Millis, Release,
     ReleaseOutcome, RenewOutcome, Renewal, Resolution, ResolveOutcome, Step,
@@ -170,7 +170,7 @@ impl<DB: Backend> LeaseCore<DB> {
         self.run("resolve", key, verb).await
     }
 
-    /// Reads the table, in a task of its own: whoever asks may have less patience than a dead line needs
+    /// Reads the table, and asks if it may be written, in a task of its own: whoever asks may have less patience than a dead line needs
     /// to be found out.
     pub(super) async fn ready(&self) -> Result<(), StoreError> {
         let pool = self.pool.clone();
@@ -179,10 +179,19 @@ impl<DB: Backend> LeaseCore<DB> {
             let nobody = StorageKey::from_bytes([0; 24]);
             let look = DB::look(session.connection()?, nobody, Lock::None);
             let found = bounded::<DB, _>(ANSWER_WITHIN, look).await;
-            session.seen(found).map(drop)
+            session.seen(found)?;
+            let question = DB::why_read_only(session.connection()?);
+            let said = bounded::<DB, _>(ANSWER_WITHIN, question).await;
+            session.seen(said)
         });
         match work.await {
-            Ok(ready) => ready.map_err(|error| not_done::<DB>("ready", error)),
+            Ok(Ok(None)) => Ok(()),
+            // It may pass: a standby is promoted, an operator thaws what was frozen.
+            Ok(Ok(Some(reason))) => {
+                let error = StoreError::new(StoreErrorKind::Unavailable, DB::STORE, "ready");
+                Err(error.with_source(reason))
+            }
+            Ok(Err(error)) => Err(not_done::<DB>("ready", error)),
             Err(_) => Err(task_gone::<DB>("ready")),
         }
     }

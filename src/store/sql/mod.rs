@@ -97,6 +97,12 @@ pub trait Backend: Database + sealed::Sealed {
     /// True if the database is at the other end of a line, which may be cut, or go silent.
     #[doc(hidden)]
     const REMOTE: bool;
+
+    /// Why nothing can be written, and what to change, if the database says so.
+    #[doc(hidden)]
+    fn why_read_only(
+        connection: &mut Self::Connection,
+    ) -> BoxFuture<'_, sqlx::Result<Option<String>>>;
 }
 
 mod sealed {
@@ -372,6 +378,15 @@ macro_rules! backend {
 
             const MEND: Option<&'static str> = $texts::MEND;
             const REMOTE: bool = $texts::REMOTE;
+
+            fn why_read_only(
+                connection: &mut $connection,
+            ) -> futures_util::future::BoxFuture<'_, sqlx::Result<Option<String>>> {
+                Box::pin(async move {
+                    let Some(question) = $texts::WHY_READ_ONLY else { return Ok(None) };
+                    sqlx::query_scalar(question).fetch_one(connection).await
+                })
+            }
         }
     };
 }

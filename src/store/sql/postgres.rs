@@ -65,6 +65,16 @@ const SWEEP: &str = "
          WHERE expires_at <= (SELECT floor(extract(epoch FROM clock_timestamp()) * 1000)::bigint)
          ORDER BY expires_at LIMIT $1 FOR UPDATE SKIP LOCKED))";
 
+/// A look works on a server that takes no payment.
+const WHY_READ_ONLY: &str = "
+    SELECT CASE
+        WHEN pg_is_in_recovery() THEN
+            'the server is a standby and read-only: connect to the primary, or promote it'
+        WHEN current_setting('transaction_read_only') = 'on' THEN
+            'default_transaction_read_only is on, so no key can be claimed: an operator has set it for \
+the server, this database or this user, and RESET takes it back'
+        END";
+
 struct Sql;
 
 impl Sql {
@@ -73,6 +83,7 @@ impl Sql {
     const SWEEP: &str = SWEEP;
     const MEND: Option<&str> = None;
     const REMOTE: bool = true;
+    const WHY_READ_ONLY: Option<&str> = Some(WHY_READ_ONLY);
 
     /// A transaction with a failed statement stays open, and refuses every other one.
     fn ends(_: &str) -> bool {

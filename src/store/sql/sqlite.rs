@@ -66,6 +66,7 @@ impl Sql {
              ORDER BY expires_at LIMIT $1)";
     const MEND: Option<&str> = Some("BEGIN");
     const REMOTE: bool = false;
+    const WHY_READ_ONLY: Option<&str> = None;
 
     /// SQLITE_NOMEM, SQLITE_INTERRUPT, SQLITE_IOERR, SQLITE_FULL
     /// (<https://www.sqlite.org/lang_transaction.html>, "response to errors within a transaction").

@@ -13,7 +13,7 @@ pub(in crate::store::redis) type Certificates = ::redis::TlsCertificates;
 pub(in crate::store::redis) type Certificates = std::convert::Infallible;
 
 /// What an address leads to.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(in crate::store::redis) enum Address {
     One(ConnectionInfo),
     Sentinel {
@@ -31,10 +31,17 @@ pub(in crate::store::redis) enum AddressError {
     #[error(transparent)]
     Unreadable(#[from] RedisError),
     #[error(
-        "an address has no parameter {0:?}; known are protocol, and db, user and pass for a socket \
-         (replicas to wait for are set by `RedisStore::builder().wait(n)`)"
+        "an address has no parameter {0:?}; known are wait and protocol, and db, user and pass for a \
+         socket"
     )]
     UnknownParameter(Box<str>),
+    #[error(
+        "no address of Redis begins with {0:?}; known are redis, rediss, unix, redis+sentinel, \
+         rediss+sentinel, redis+cluster and rediss+cluster, each with :// behind it"
+    )]
+    UnknownScheme(Box<str>),
+    #[error("wait= takes a number of replicas, and once: ?wait=2")]
+    Wait,
     #[error("no master name: redis+sentinel://host:port,host:port/NAME")]
     NoMasterName,
     #[error("a cluster has no numbered databases; leave /{0} out")]
@@ -60,9 +67,12 @@ enum Kind {
     Cluster,
 }
 
-/// What may stand behind the question mark. The last three are for sockets; elsewhere they have a place
-/// of their own.
+/// What may stand behind the question mark for redis-rs. The last three are for sockets; elsewhere they have
+/// a place of their own.
 const PARAMETERS: [&str; 4] = ["protocol", "db", "user", "pass"];
+
+/// How many replicas have to confirm; redis-rs knows nothing of it.
+const WAIT: &str = "wait";
 
 /// Scheme, the scheme for each server, and what it leads to.
 const SCHEMES: [(&str, &str, Kind); 11] = [
@@ -79,17 +89,60 @@ const SCHEMES: [(&str, &str, Kind); 11] = [
     ("rediss+cluster", "rediss", Kind::Cluster),
 ];
 
+/// Takes `wait=N` out of an address.
+pub(in crate::store::redis) fn take_wait(url: &str) -> Result<(String, Option<u32>), AddressError> {
+    let (url, fragment) = url.split_at(url.find('#').unwrap_or(url.len()));
+    let Some((place, query)) = url.split_once('?') else {
+        return Ok((format!("{url}{fragment}"), None));
+    };
+    let (mut wait, mut rest) = (None, Vec::new());
+    for parameter in query.split('&') {
+        match parameter.split_once('=').unwrap_or((parameter, "")) {
+            // Digits only: Rust would read a sign too.
+            (WAIT, number) if number.bytes().all(|digit| digit.is_ascii_digit()) => {
+                let number = number.parse().map_err(|_| AddressError::Wait)?;
+                if wait.replace(number).is_some() {
+                    return Err(AddressError::Wait);
+                }
+            }
+            (WAIT, _) => return Err(AddressError::Wait),
+            _ => rest.push(parameter),
+        }
+    }
+    let mark = if rest.is_empty() { "" } else { "?" };
+    Ok((format!("{place}{mark}{}{fragment}", rest.join("&")), wait))
+}
+
+/// An address as it may be shown: without user, password and parameters.
+pub(in crate::store::redis) fn shown(url: &str) -> String {
+    let Some((scheme, rest)) = url.split_once("://") else { return String::new() };
+    // A password that is not percent-encoded may have any of these marks in it.
+    let place = rest.rsplit_once('@').map_or(rest, |(_, place)| place);
+    let place = place.split(['?', '#']).next().unwrap_or_default();
+    format!("{scheme}://{place}")
+}
+
 impl Address {
-    /// Reads an address, and prepares TLS if it asks for it.
+    /// Where a connection is made first.
+    pub(in crate::store::redis) fn places(&self) -> impl Iterator<Item = &ConnectionInfo> {
+        match self {
+            Self::One(info) => std::slice::from_ref(info),
+            Self::Sentinel { sentinels, .. } => sentinels,
+            Self::Cluster(seeds) => seeds,
+        }
+        .iter()
+    }
+
+    /// Reads an address without `wait`. Says nothing about TLS.
     pub(in crate::store::redis) fn parse(
         url: &str,
         certificates: Option<&Certificates>,
     ) -> Result<Self, AddressError> {
         let (scheme, rest) = url.split_once("://").unwrap_or_default();
-        let Some((scheme, server, kind)) = SCHEMES.into_iter().find(|known| known.0 == scheme)
-        else {
-            // redis-rs says what is wrong with it.
-            return Ok(Self::One(url.into_connection_info()?));
+        let Some((_, server, kind)) = SCHEMES.into_iter().find(|known| known.0 == scheme) else {
+            // One that is written in capitals is no reason to refuse.
+            let info = url.into_connection_info();
+            return info.map(Self::One).map_err(|_| AddressError::UnknownScheme(scheme.into()));
         };
         // One that is misspelt would be passed over in silence, and with it what it was to protect from.
         let query = rest.split_once('?').map_or("", |(_, query)| query);
@@ -99,9 +152,6 @@ impl Address {
             names.filter(|name| !name.is_empty()).find(|name| !PARAMETERS.contains(name))
         {
             return Err(AddressError::UnknownParameter(unknown.into()));
-        }
-        if ["rediss", "valkeys"].contains(&server) {
-            tls_is_possible(scheme)?;
         }
         if kind == Kind::One {
             return Ok(Self::One(secured(url.into_connection_info()?, certificates)?));
@@ -131,6 +181,15 @@ impl Address {
         let sentinels = hosts.split(',').map(|host| info("", &with_port(host), ""));
         let sentinels = sentinels.collect::<Result<_, _>>()?;
         Ok(Self::Sentinel { sentinels, name: name.into(), primary })
+    }
+}
+
+/// Looks if TLS is possible, if an address asks for it.
+pub(in crate::store::redis) fn tls_is_possible_for(url: &str) -> Result<(), AddressError> {
+    let scheme = url.split_once("://").unwrap_or_default().0;
+    match SCHEMES.into_iter().find(|known| known.0 == scheme) {
+        Some((scheme, "rediss" | "valkeys", _)) => tls_is_possible(scheme),
+        Some(_) | None => Ok(()),
     }
 }
 
@@ -236,6 +295,25 @@ mod tests {
         for bad in ["redis+sentinel://a:1", "redis+sentinel://a:1/", "redis+sentinel:///m"] {
             assert!(Address::parse(bad, None).is_err(), "{bad}");
         }
+    }
+
+    #[test]
+    fn the_replicas_to_wait_for_are_taken_out_of_an_address() {
+        let taken = |url: &str| take_wait(url).map_err(|error| error.to_string());
+        for (url, rest, wait) in [
+            ("redis://h:1", "redis://h:1", None),
+            ("redis://h:1?wait=2", "redis://h:1", Some(2)),
+            ("redis://h:1/3?wait=0#x", "redis://h:1/3#x", Some(0)),
+            ("redis://h:1/3#?wait=1", "redis://h:1/3#?wait=1", None),
+            ("unix:///s?db=1&wait=1&pass=a", "unix:///s?db=1&pass=a", Some(1)),
+        ] {
+            assert_eq!(taken(url), Ok((rest.to_owned(), wait)), "{url}");
+        }
+        for bad in ["wait", "wait=", "wait=x", "wait=-1", "wait=+1", "wait=99999999999"] {
+            assert!(taken(&format!("redis://h?{bad}")).is_err(), "{bad}");
+        }
+        assert!(taken("redis://h?wait=1&wait=1").is_err());
+        assert!(Address::parse("redis://h?wiat=1", None).is_err(), "a slip is not passed over");
     }
 
     #[test]

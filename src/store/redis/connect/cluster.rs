@@ -14,6 +14,7 @@ use tokio::time::{Instant, sleep, timeout};
 
 use super::address::{moved, place_of};
 use super::{Dialer, Failure, Message, Node, TooLong, Urgency};
+use crate::error::StoreErrorKind;
 use crate::store::redis::call::{Answer, Call};
 
 const SLOTS: usize = 16_384;
@@ -59,8 +60,16 @@ type Range = (usize, usize, String, u16);
 
 #[derive(Clone, Copy, Debug, thiserror::Error)]
 enum Lost {
-    #[error("no node of the cluster is known to have the key's slot")]
+    #[error(
+        "no node of the cluster has the key's slot: some slots are assigned to nobody; \
+         `redis-cli --cluster check` on a node says which, and `--cluster fix` assigns them"
+    )]
     NoOwner,
+    #[error(
+        "no slot of the cluster is assigned to a node: make a cluster of the nodes first, with \
+         `redis-cli --cluster create host:port host:port host:port`"
+    )]
+    NoSlots,
     #[error("the cluster sent the call on {MOST_REDIRECTIONS} times, and no node took it")]
     TooManyRedirections,
     #[error("the node's reply about the slots of the cluster cannot be read")]
@@ -99,7 +108,7 @@ impl Cluster {
         loop {
             match this.look().await {
                 Ok(()) => return Ok(this),
-                Err(failure @ Failure::Refused(_)) => return Err(failure),
+                Err(failure) if failure.kind() == StoreErrorKind::Backend => return Err(failure),
                 Err(failure) if Instant::now() >= deadline => return Err(failure),
                 Err(_) => sleep(BETWEEN_LOOKS).await,
             }
@@ -174,6 +183,11 @@ impl Cluster {
             Ok(answer.value)
         });
         futures_util::future::join_all(answers).await
+    }
+
+    /// How many slots are assigned to nobody.
+    pub(super) fn slots_of_nobody(&self) -> usize {
+        self.lock().owners.iter().filter(|owner| owner.is_none()).count()
     }
 
     /// The nodes that have slots, by name and in the order of their names.
@@ -270,13 +284,19 @@ impl Cluster {
         let first = self.0.next_to_ask.fetch_add(1, Ordering::Relaxed) % members.len().max(1);
         members.rotate_left(first);
         members.extend(self.0.seeds.iter().cloned());
-        let mut failure = not_sent(Lost::NoOwner);
+        let (mut failure, mut answered) = (not_sent(Lost::NoOwner), false);
         for member in members {
             match member.node.run(Message::Question(&question), Urgency::Urgent).await {
                 Ok(answer) => match ranges(&answer.value, &member.host) {
                     Some(ranges) if !ranges.is_empty() => return self.learn(&ranges),
-                    Some(_) | None => failure = not_sent(Lost::UnreadableMap),
+                    Some(_) => {
+                        failure = not_sent(Lost::NoSlots);
+                        answered = true;
+                    }
+                    None => failure = not_sent(Lost::UnreadableMap),
                 },
+                // What was said by one that is there counts for more.
+                Err(_) if answered => {}
                 Err(said) => failure = said,
             }
         }

@@ -3,11 +3,13 @@
 use std::time::Duration;
 
 use ::redis::io::tcp::TcpSettings;
-use ::redis::{AsyncConnectionConfig, Client, ConnectionInfo, RedisResult};
+use ::redis::{AsyncConnectionConfig, Client, Cmd, ConnectionInfo, RedisResult};
+use tokio::time::timeout;
 
 use super::link::Line;
 use super::sentinel::Sentinels;
 use super::stream::{self, KEEPALIVE_IDLE};
+use super::{DialError, Failure, Message, is_about_login, is_answer};
 
 /// How many calls may be on their way to the connection's task before the next one waits: the requests that
 /// a busy process has in the air.
@@ -54,10 +56,61 @@ impl Dialer {
         matches!(self.to, To::Primary(_))
     }
 
-    pub(super) async fn dial(&self) -> RedisResult<Line> {
+    pub(super) async fn dial(&self) -> Result<Line, DialError> {
         match &self.to {
-            To::One(client) => stream::open(client, &self.config, self.connect_timeout).await,
+            To::One(client) => open(client, &self.config, self.connect_timeout).await,
             To::Primary(sentinels) => sentinels.dial(&self.config, self.connect_timeout).await,
+        }
+    }
+}
+
+/// Connects, and says it with the server's own words if it does not let us in.
+pub(super) async fn open(
+    client: &Client,
+    config: &AsyncConnectionConfig,
+    within: Duration,
+) -> Result<Line, DialError> {
+    let error = match stream::open(client, config, within).await {
+        Ok(line) => return Ok(line),
+        Err(error) if is_about_login(&error) => error,
+        Err(error) => return Err(error.into()),
+    };
+    // redis-rs keeps the server's words to itself: whether the password is wrong, or none is asked for. So it
+    // is asked once more.
+    let refused = timeout(within, refusal_to_login(client, config, within)).await;
+    match refused {
+        Ok(Ok(())) | Err(_) => Err(error.into()),
+        Ok(Err(said)) if !is_answer(&said) => Err(said.into()),
+        Ok(Err(said)) => {
+            let settings = client.get_connection_info().redis_settings();
+            let user = settings.username().unwrap_or("default").into();
+            Err(DialError::Login { user, reason: said.to_string().into() })
+        }
+    }
+}
+
+/// Connects as nobody and gives user and password then.
+async fn refusal_to_login(
+    client: &Client,
+    config: &AsyncConnectionConfig,
+    within: Duration,
+) -> RedisResult<()> {
+    let info = client.get_connection_info();
+    let nobody =
+        Client::open(info.clone().set_redis_settings(::redis::RedisConnectionInfo::default()))?;
+    let mut line = stream::open(&nobody, config, within).await?;
+    let mut login = Cmd::new();
+    login.arg("AUTH");
+    let settings = info.redis_settings();
+    if let Some(user) = settings.username() {
+        login.arg(user);
+    }
+    login.arg(settings.password().unwrap_or_default());
+    match Message::Question(&login).send(&mut line).await {
+        Ok(_) => Ok(()),
+        Err(Failure::Refused(error)) => Err(error),
+        Err(Failure::NotSent(cause) | Failure::NoAnswer(cause)) => {
+            Err(std::io::Error::other(cause).into())
         }
     }
 }

@@ -7,11 +7,13 @@
 mod address;
 mod cluster;
 mod dial;
+mod failure;
 mod lanes;
 mod link;
 mod node;
 mod pool;
 mod resp;
+mod restart;
 mod sentinel;
 mod shared;
 mod stream;
@@ -20,16 +22,22 @@ mod wire;
 use std::fmt;
 use std::time::Duration;
 
-use ::redis::{Cmd, ErrorKind, Pipeline, RedisError, Value};
+use ::redis::{Cmd, Pipeline, Value};
 
-pub(super) use address::{Address, AddressError, Certificates};
+pub(super) use address::{
+    Address, AddressError, Certificates, shown, take_wait, tls_is_possible_for,
+};
 pub(super) use cluster::Cluster;
 pub(super) use dial::Dialer;
+pub(super) use failure::{
+    DialError, Failure, is_answer, is_unknown_command, may_be_the_protocol, redis_error,
+};
 pub(super) use node::Node;
 pub(super) use pool::Pooled;
 
+use failure::{NoConnection, TooLong, is_about_login, is_readonly};
+
 use super::call::{Answer, Call};
-use crate::error::StoreErrorKind;
 
 pub(super) type Cause = Box<dyn std::error::Error + Send + Sync>;
 
@@ -52,78 +60,6 @@ pub(super) enum Urgency {
     Ordinary,
     /// A handler runs, or has run: its renewal and its completion must not queue behind claims.
     Urgent,
-}
-
-/// Why there is no reply that a script gave.
-#[derive(Debug)]
-pub(super) enum Failure {
-    /// Nothing was sent.
-    NotSent(Cause),
-    /// The server refused: it answered with an error, and nothing was done.
-    Refused(RedisError),
-    /// It was sent, or may have been, and there is no answer.
-    NoAnswer(Cause),
-}
-
-impl Failure {
-    fn of_reply(error: RedisError) -> Self {
-        if is_answer(&error) { Self::Refused(error) } else { Self::NoAnswer(error.into()) }
-    }
-
-    /// What it means for the caller.
-    pub(super) fn kind(&self) -> StoreErrorKind {
-        match self {
-            Self::NotSent(_) => StoreErrorKind::Unavailable,
-            Self::NoAnswer(_) => StoreErrorKind::OutcomeUnknown,
-            Self::Refused(error) => refusal(error),
-        }
-    }
-
-    pub(super) fn into_cause(self) -> Cause {
-        match self {
-            Self::NotSent(cause) | Self::NoAnswer(cause) => cause,
-            Self::Refused(error) => error.into(),
-        }
-    }
-}
-
-/// True if the server said it, false if the connection failed under us.
-fn is_answer(error: &RedisError) -> bool {
-    // An extension is a code that redis-rs has no name for. All other kinds are made on this side.
-    matches!(error.kind(), ErrorKind::Server(_) | ErrorKind::Extension)
-}
-
-/// What the server's refusal means. A script writes to the record once, as the last thing it does, so a
-/// refusal always means that nothing was done to it.
-fn refusal(error: &RedisError) -> StoreErrorKind {
-    match error.code() {
-        Some("OOM") => StoreErrorKind::Full,
-        Some(
-            "READONLY" | "LOADING" | "MASTERDOWN" | "BUSY" | "CLUSTERDOWN" | "TRYAGAIN" | "MISCONF"
-            | "NOREPLICAS",
-        ) => StoreErrorKind::Unavailable,
-        // NOPERM, NOAUTH, an error in a script: it does not pass by waiting.
-        Some(_) | None => StoreErrorKind::Backend,
-    }
-}
-
-/// True if the server is a replica. It will refuse every write on this connection for ever, while a
-/// new connection, by name or through a proxy, may lead to the primary.
-fn is_readonly(error: &RedisError) -> bool {
-    error.code() == Some("READONLY")
-}
-
-/// A step that took too long.
-#[derive(Clone, Copy, Debug, thiserror::Error)]
-pub(super) enum TooLong {
-    #[error("no connection within {0:?}")]
-    Connection(Duration),
-    #[error("no free slot in the pool within {0:?}")]
-    Slot(Duration),
-    #[error("no connection was free to wait for replicas on within {0:?}")]
-    Lane(Duration),
-    #[error("no reply within {0:?}")]
-    Reply(Duration),
 }
 
 /// What is sent.
@@ -180,6 +116,14 @@ impl Connections {
         matches!(self, Self::Cluster(_))
     }
 
+    /// How many slots of a cluster are assigned to nobody: their keys are refused.
+    pub(super) fn slots_of_nobody(&self) -> usize {
+        match self {
+            Self::Node(_) | Self::Pool(_) => 0,
+            Self::Cluster(cluster) => cluster.slots_of_nobody(),
+        }
+    }
+
     /// The servers that take writes, by name.
     pub(super) fn primaries(&self) -> Vec<String> {
         match self {
@@ -225,40 +169,5 @@ impl fmt::Debug for Connections {
             Self::Pool(_) => "pool",
             Self::Cluster(_) => "cluster",
         })
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn answer(code: &str) -> Failure {
-        Failure::of_reply(::redis::make_extension_error(code.to_owned(), None))
-    }
-
-    #[test]
-    fn what_the_server_refuses_was_not_done() {
-        let kinds = [
-            ("OOM", StoreErrorKind::Full),
-            ("READONLY", StoreErrorKind::Unavailable),
-            ("BUSY", StoreErrorKind::Unavailable),
-            ("LOADING", StoreErrorKind::Unavailable),
-            ("MASTERDOWN", StoreErrorKind::Unavailable),
-            ("MISCONF", StoreErrorKind::Unavailable),
-            ("NOPERM", StoreErrorKind::Backend),
-            ("ERR", StoreErrorKind::Backend),
-        ];
-        for (code, kind) in kinds {
-            assert_eq!(answer(code).kind(), kind, "{code}");
-        }
-    }
-
-    #[test]
-    fn a_connection_that_breaks_leaves_the_outcome_unknown() {
-        use std::io::{Error, ErrorKind};
-        for kind in [ErrorKind::BrokenPipe, ErrorKind::ConnectionReset, ErrorKind::TimedOut] {
-            let failure = Failure::of_reply(Error::from(kind).into());
-            assert_eq!(failure.kind(), StoreErrorKind::OutcomeUnknown, "{kind:?}");
-        }
     }
 }

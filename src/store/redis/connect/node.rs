@@ -3,11 +3,9 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use ::redis::RedisResult;
-
 use super::lanes::Lanes;
 use super::shared::Shared;
-use super::{Dialer, Failure, Message, Urgency};
+use super::{DialError, Dialer, Failure, Message, Urgency};
 use crate::store::redis::call::Answer;
 
 pub(in crate::store::redis) struct Node {
@@ -20,7 +18,7 @@ impl Node {
     pub(in crate::store::redis) async fn connect(
         dialer: Dialer,
         call_timeout: Duration,
-    ) -> RedisResult<Self> {
+    ) -> Result<Self, DialError> {
         let node = Self::lazy(dialer, call_timeout);
         node.shared.begin().await?;
         Ok(node)
@@ -30,7 +28,7 @@ impl Node {
     pub(super) fn lazy(dialer: Dialer, call_timeout: Duration) -> Self {
         let dialer = Arc::new(dialer);
         Self {
-            shared: Shared::lazy(Arc::clone(&dialer), call_timeout),
+            shared: Shared::lazy_and_watching(Arc::clone(&dialer), call_timeout),
             lanes: Lanes::new(dialer, call_timeout),
         }
     }

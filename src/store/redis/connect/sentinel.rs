@@ -13,9 +13,9 @@ use futures_util::StreamExt as _;
 use futures_util::stream::FuturesUnordered;
 use tokio::time::timeout;
 
-use super::address;
+use super::address::{self, place_of};
 use super::link::Line;
-use super::{Failure, Message, stream};
+use super::{DialError, Failure, Message, dial, is_about_login, is_unknown_command};
 
 type Place = (String, u16);
 
@@ -42,7 +42,7 @@ impl Sentinels {
         &self,
         config: &AsyncConnectionConfig,
         within: Duration,
-    ) -> RedisResult<Line> {
+    ) -> Result<Line, DialError> {
         let (places, mut failure) = self.places(config).await;
         for (host, port) in places {
             match self.dial_primary(&host, port, config, within).await {
@@ -54,17 +54,14 @@ impl Sentinels {
     }
 
     /// Where the primary may be, the place that most Sentinels name first.
-    async fn places(&self, config: &AsyncConnectionConfig) -> (Vec<Place>, RedisError) {
+    async fn places(&self, config: &AsyncConnectionConfig) -> (Vec<Place>, DialError) {
         let mut votes: Vec<(usize, Place)> = Vec::new();
-        let mut failure = RedisError::from((
-            ErrorKind::MasterNameNotFoundBySentinel,
-            "no Sentinel knows a master of this name",
-        ));
+        let mut failure = DialError::UnknownMaster { name: self.name.clone(), known: Vec::new() };
         let mut answers: FuturesUnordered<_> =
             self.clients.iter().map(|client| self.ask(client, config)).collect();
         while let Some(answer) = answers.next().await {
             match answer {
-                Ok(Some(place)) => {
+                Ok(place) => {
                     match votes.iter_mut().find(|(_, known)| *known == place) {
                         Some((count, _)) => *count += 1,
                         None => votes.push((1, place)),
@@ -73,8 +70,9 @@ impl Sentinels {
                         break;
                     }
                 }
-                Ok(None) => {}
-                Err(error) => failure = error,
+                // One that is away may know what the others do not: that may pass.
+                Err(error) if error.may_pass() || !failure.may_pass() => failure = error,
+                Err(_) => {}
             }
         }
         votes.sort_by_key(|(count, _)| std::cmp::Reverse(*count));
@@ -85,14 +83,35 @@ impl Sentinels {
         &self,
         client: &Client,
         config: &AsyncConnectionConfig,
-    ) -> RedisResult<Option<Place>> {
+    ) -> Result<Place, DialError> {
         let mut question = Cmd::new();
         question.arg("SENTINEL").arg("GET-MASTER-ADDR-BY-NAME").arg(&*self.name);
         let asking = async {
             let mut sentinel = client.get_multiplexed_async_connection_with_config(config).await?;
-            question.query_async(&mut sentinel).await
+            if let Some(place) = question.query_async(&mut sentinel).await? {
+                return Ok(Ok(place));
+            }
+            let mut question = Cmd::new();
+            question.arg("ROLE");
+            // Only to say it: one that does not let us ask watches somebody all the same.
+            let role = question.query_async::<(String, Vec<String>)>(&mut sentinel).await;
+            Ok(Err(role.map(|(_, names)| names).unwrap_or_default()))
         };
-        timeout(self.step, asking).await.unwrap_or_else(|_| Err(too_slow("a Sentinel")))
+        let place = || match place_of(client.get_connection_info()) {
+            Some((host, port)) => Box::from(format!("{host}:{port}")),
+            None => Box::default(),
+        };
+        match timeout(self.step, asking).await.unwrap_or_else(|_| Err(too_slow("a Sentinel"))) {
+            Ok(Ok(place)) => Ok(place),
+            Ok(Err(known)) => Err(DialError::UnknownMaster { name: self.name.clone(), known }),
+            Err(error) if is_about_login(&error) => {
+                Err(DialError::SentinelLogin { place: place(), reason: error.to_string().into() })
+            }
+            Err(error) if is_unknown_command(&error) => {
+                Err(DialError::NotASentinel { place: place() })
+            }
+            Err(error) => Err(error.into()),
+        }
     }
 
     async fn dial_primary(
@@ -101,9 +120,9 @@ impl Sentinels {
         port: u16,
         config: &AsyncConnectionConfig,
         within: Duration,
-    ) -> RedisResult<Line> {
+    ) -> Result<Line, DialError> {
         let client = Client::open(address::moved(&self.primary, host, port))?;
-        let mut line = stream::open(&client, config, within).await?;
+        let mut line = dial::open(&client, config, within).await?;
         let mut question = Cmd::new();
         question.arg("ROLE");
         let asking = Message::Question(&question);
@@ -111,14 +130,14 @@ impl Sentinels {
         match role.unwrap_or_else(|_| Err(Failure::NoAnswer(too_slow("the primary").into()))) {
             Ok(role) if is_primary(&role.value) => Ok(line),
             Ok(_) => {
-                Err((ErrorKind::Client, "the Sentinels still name a server that is a replica")
-                    .into())
+                let still = "the Sentinels still name a server that is a replica";
+                Err(RedisError::from((ErrorKind::Client, still)).into())
             }
             // A user without the right to ask. A replica will refuse the first write.
             Err(Failure::Refused(error)) if error.code() == Some("NOPERM") => Ok(line),
-            Err(Failure::Refused(error)) => Err(error),
+            Err(Failure::Refused(error)) => Err(error.into()),
             Err(Failure::NotSent(cause) | Failure::NoAnswer(cause)) => {
-                Err(std::io::Error::other(cause).into())
+                Err(RedisError::from(std::io::Error::other(cause)).into())
             }
         }
     }

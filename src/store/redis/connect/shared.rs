@@ -4,19 +4,19 @@
 //! background, one at a time, with pauses between attempts, so that a server that comes back is not
 //! met by a storm.
 
-use std::fmt;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use ::redis::{RedisError, RedisResult};
 use tokio::sync::watch;
-use tokio::time::{Instant, timeout_at};
+use tokio::time::{Instant, timeout, timeout_at};
 
 use super::link::{Line, next_way};
+use super::restart::Process;
 use super::wire::{Unheard, Wire};
-use super::{Dialer, Failure, Message, TooLong, is_readonly};
+use super::{DialError, Dialer, Failure, Message, NoConnection, TooLong, is_readonly};
 use crate::store::redis::call::{Answer, Call, Places};
+use crate::store::redis::check::text;
 
 /// How many calls in a row may go unanswered before the connection counts as silent. One is an
 /// accident and two are bad luck; and a needless replacement costs only a handshake.
@@ -38,6 +38,8 @@ pub(super) struct Shared(Arc<Inner>);
 struct Inner {
     dialer: Arc<Dialer>,
     call_timeout: Duration,
+    /// `None` if somebody else on the way to the same server looks.
+    process: Option<Process>,
     state: Mutex<State>,
 }
 
@@ -47,7 +49,7 @@ struct State {
     dialing: Option<watch::Receiver<()>>,
     failed: u32,
     not_before: Instant,
-    last_failure: Option<Arc<RedisError>>,
+    last_failure: Option<Arc<DialError>>,
 }
 
 /// A connection and how long it has been silent.
@@ -62,33 +64,18 @@ impl Watched {
     }
 }
 
-/// Why there is no connection: what the last attempt said.
-struct NoConnection(Option<Arc<RedisError>>);
-
-impl fmt::Debug for NoConnection {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        fmt::Display::fmt(self, f)
-    }
-}
-
-impl fmt::Display for NoConnection {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match &self.0 {
-            Some(error) => write!(f, "no connection: {error}"),
-            None => f.write_str("no connection"),
-        }
-    }
-}
-
-impl std::error::Error for NoConnection {
-    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
-        self.0.as_deref().map(|error| error as _)
-    }
-}
-
 impl Shared {
     /// A connection that is made when there is something to send.
     pub(super) fn lazy(dialer: Arc<Dialer>, call_timeout: Duration) -> Self {
+        Self::new(dialer, call_timeout, None)
+    }
+
+    /// The same, and it warns when the server comes back without what it had.
+    pub(super) fn lazy_and_watching(dialer: Arc<Dialer>, call_timeout: Duration) -> Self {
+        Self::new(dialer, call_timeout, Some(Process::default()))
+    }
+
+    fn new(dialer: Arc<Dialer>, call_timeout: Duration, process: Option<Process>) -> Self {
         let state = State {
             line: None,
             dialing: None,
@@ -96,7 +83,7 @@ impl Shared {
             not_before: Instant::now(),
             last_failure: None,
         };
-        Self(Arc::new(Inner { dialer, call_timeout, state: Mutex::new(state) }))
+        Self(Arc::new(Inner { dialer, call_timeout, process, state: Mutex::new(state) }))
     }
 
     pub(super) fn call_timeout(&self) -> Duration {
@@ -104,9 +91,10 @@ impl Shared {
     }
 
     /// Connects now.
-    pub(super) async fn begin(&self) -> RedisResult<()> {
-        let line = self.0.dialer.dial().await?;
-        self.lock().line = Some(Watched::new(line));
+    pub(super) async fn begin(&self) -> Result<(), DialError> {
+        let line = Watched::new(self.0.dialer.dial().await?);
+        self.lock().line = Some(Arc::clone(&line));
+        self.look_who_it_is(&line);
         Ok(())
     }
 
@@ -182,6 +170,26 @@ impl Shared {
         Err(failure)
     }
 
+    /// Asks the server beside the calls who it is, and warns if it is one without what it had.
+    fn look_who_it_is(&self, line: &Arc<Watched>) {
+        if self.0.process.is_none() {
+            return;
+        }
+        let (this, mut line) = (self.clone(), line.line.clone());
+        // Nobody joins it: it ends within the time of a call.
+        tokio::spawn(async move {
+            let question = Process::question();
+            let asking = Message::Question(&question);
+            let said = timeout(this.0.call_timeout, asking.send(&mut line)).await;
+            let process = this.0.process.as_ref();
+            if let (Ok(Ok(info)), Some(process)) = (said, process)
+                && let Some(warning) = process.learn(&text(&info.value))
+            {
+                tracing::warn!("{warning}");
+            }
+        });
+    }
+
     fn lock(&self) -> MutexGuard<'_, State> {
         // No code that can panic runs while the state is half changed.
         self.0.state.lock().unwrap_or_else(PoisonError::into_inner)
@@ -254,7 +262,9 @@ impl Shared {
             let mut state = this.lock();
             match made {
                 Ok(line) => {
-                    state.line = Some(Watched::new(line));
+                    let line = Watched::new(line);
+                    this.look_who_it_is(&line);
+                    state.line = Some(line);
                     state.failed = 0;
                     state.last_failure = None;
                 }

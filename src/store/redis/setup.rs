@@ -1,0 +1,138 @@
+//! Why a store cannot be set up, in words that say what to change.
+
+use std::fmt;
+
+use super::NAME;
+use super::builder::MAX_PREFIX;
+use super::check::Concern;
+use super::connect::AddressError;
+use crate::error::{StoreError, StoreErrorKind};
+
+/// The commands that the store runs, in scripts and by itself.
+pub(super) const RIGHTS: &str = "+eval +evalsha +time +get +set +getrange +setrange +strlen +exists \
+                                 +rename +unlink +pexpire +pexpiretime";
+
+/// Why a store could not be set up. The source of the error that is returned.
+#[derive(thiserror::Error)]
+pub(super) enum SetupError {
+    #[error(transparent)]
+    Address(#[from] AddressError),
+    #[error(
+        "the address says wait={address}, and the program wait({builder}): leave one of them out"
+    )]
+    TwoWaits { address: u32, builder: u32 },
+    #[error("the key prefix is empty")]
+    PrefixEmpty,
+    #[error("the key prefix has {0} bytes; at most {MAX_PREFIX} are allowed")]
+    PrefixTooLong(usize),
+    #[error("the key prefix {0:?} has a brace or a control character in it")]
+    PrefixCharacter(Box<str>),
+    #[error("{0} must be greater than zero")]
+    Zero(&'static str),
+    #[error(
+        "the server is older than Redis 7.0, the first whose scripts can do what this store needs"
+    )]
+    TooOld,
+    #[error("the server could lose records: {}", list(.0))]
+    Unsafe(Vec<Concern>),
+    #[error("{}; grant it `{RIGHTS}` on the keys of the prefix", lacking(.missing, .reason))]
+    Rights { missing: Vec<&'static str>, reason: Box<str> },
+    #[error(
+        "the server asks for a password, and the address has none ({0}): write \
+         redis://user:password@host, without a user for the user `default`; `ACL LIST` on the server \
+         shows whom it lets in"
+    )]
+    PasswordMissing(Box<str>),
+    #[error(
+        "the server is a read-only replica{}; connect to its primary, or let Sentinels name it: \
+         redis+sentinel://host:port,host:port/master-name",
+        of(.0)
+    )]
+    Replica(Option<Box<str>>),
+    #[error(
+        "the server is a Sentinel, which has no records; connect to the primary that it names: \
+         redis+sentinel://host:port,host:port/{}",
+        .0.as_deref().unwrap_or("master-name")
+    )]
+    Sentinel(Option<Box<str>>),
+    #[error("{}", Concern::OneNodeOfCluster)]
+    OneNodeOfCluster,
+    #[error(
+        "the server is no node of a cluster ({0}): one server is redis://host:port, and a group under \
+         Sentinels redis+sentinel://host:port,host:port/master-name"
+    )]
+    NotACluster(Box<str>),
+    #[error(
+        "the user may not ask where the keys of the cluster are ({0}): grant it `+cluster|slots`"
+    )]
+    ClusterRights(Box<str>),
+    #[error(
+        "the cluster is down ({0}): `CLUSTER INFO` on a node says which slots fail; start the nodes \
+         that are missing, or see what `redis-cli --cluster check` proposes"
+    )]
+    ClusterDown(Box<str>),
+    #[error(
+        "{0} speaks TLS, and the address asks for plain text: write rediss:// (or rediss+sentinel://, \
+         rediss+cluster://), or the port that is set as `port` on the server"
+    )]
+    SpeaksTls(Box<str>),
+    #[error(
+        "{0} does not speak TLS, and the address asks for it: write the port that is set as \
+         `tls-port` on the server; or, for plain text, a scheme that begins with redis instead of \
+         rediss"
+    )]
+    SpeaksPlain(Box<str>),
+}
+
+/// As it is displayed: programs whose `main` returns an error print it like this.
+impl fmt::Debug for SetupError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
+impl SetupError {
+    /// Whether it may pass by itself.
+    fn kind(&self) -> StoreErrorKind {
+        match self {
+            // A failover may make it the primary, or a name lead to another server; nodes come back.
+            Self::Replica(_) | Self::ClusterDown(_) => StoreErrorKind::Unavailable,
+            Self::Address(_)
+            | Self::TwoWaits { .. }
+            | Self::PrefixEmpty
+            | Self::PrefixTooLong(_)
+            | Self::PrefixCharacter(_)
+            | Self::Zero(_)
+            | Self::TooOld
+            | Self::Unsafe(_)
+            | Self::Rights { .. }
+            | Self::PasswordMissing(_)
+            | Self::Sentinel(_)
+            | Self::OneNodeOfCluster
+            | Self::NotACluster(_)
+            | Self::ClusterRights(_)
+            | Self::SpeaksTls(_)
+            | Self::SpeaksPlain(_) => StoreErrorKind::Backend,
+        }
+    }
+
+    pub(super) fn into_store_error(self, operation: &'static str) -> StoreError {
+        StoreError::new(self.kind(), NAME, operation).with_source(self)
+    }
+}
+
+fn list(concerns: &[Concern]) -> String {
+    concerns.iter().map(Concern::to_string).collect::<Vec<_>>().join("; ")
+}
+
+fn lacking(missing: &[&str], reason: &str) -> String {
+    if missing.is_empty() {
+        return format!("the user may not do what the scripts need ({reason})");
+    }
+    let missing: Vec<_> = missing.iter().map(|command| format!("`{command}`")).collect();
+    format!("the user may not run {}, which the store needs ({reason})", missing.join(", "))
+}
+
+fn of(primary: &Option<Box<str>>) -> String {
+    primary.as_ref().map_or_else(String::new, |primary| format!(" of {primary}"))
+}
