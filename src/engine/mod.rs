@@ -25,7 +25,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::future::Future;
 use std::panic::AssertUnwindSafe;
-use std::pin::pin;
+use std::pin::{Pin, pin};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -56,7 +56,7 @@ use claim::{Claimed, Held};
 use keeper::Kept;
 pub(crate) use observe::Seen;
 use observe::{Gauge, StoreSeries};
-use quota::Quota;
+use quota::{Place, Quota};
 use reconcile::Inquiries;
 use settle::Settled;
 use wait::{Room, Stored};
@@ -147,6 +147,16 @@ pub(crate) enum Conclusion<T> {
     Reconciled(Box<StoredResponse>),
     /// With a refusal.
     Refused(Rejection),
+}
+
+/// How a request has begun.
+enum Begun<T> {
+    /// It has ended at once.
+    Concluded(Conclusion<T>),
+    /// It runs in a task of its own.
+    Elsewhere(oneshot::Receiver<Conclusion<T>>),
+    /// It runs where it is waited for.
+    Here(Pin<Box<dyn Future<Output = ()> + Send>>, oneshot::Receiver<Conclusion<T>>),
 }
 
 /// How a shutdown went.
@@ -255,39 +265,59 @@ impl Engine {
     ///
     /// # Cancel safety
     /// Dropping the future leaves the task running: the handler finishes and is recorded.
-    pub(crate) async fn execute<T, H, F>(&self, call: Call, handler: H) -> Conclusion<T>
+    pub(crate) fn execute<T, H, F>(
+        &self,
+        call: Call,
+        handler: H,
+    ) -> impl Future<Output = Conclusion<T>> + Send + use<T, H, F>
     where
         H: FnMut(Run) -> F + Send + 'static,
-        F: Future<Output = Ran<T>> + Send,
+        F: Future<Output = Ran<T>> + Send + 'static,
+        T: Send + 'static,
+    {
+        // Not within the future: what it is given would take its room in there to the end.
+        let begun = self.begin(call, handler);
+        async move {
+            let answered = match begun {
+                Begun::Concluded(conclusion) => return conclusion,
+                Begun::Elsewhere(answered) => answered,
+                Begun::Here(task, answered) => {
+                    task.await;
+                    answered
+                }
+            };
+            // The task answers unless the runtime ends under it; then nobody knows what it had done.
+            let unknown = || Conclusion::refused(RejectionKind::OutcomeUnknown);
+            answered.await.unwrap_or_else(|_| unknown())
+        }
+    }
+
+    fn begin<T, H, F>(&self, call: Call, handler: H) -> Begun<T>
+    where
+        H: FnMut(Run) -> F + Send + 'static,
+        F: Future<Output = Ran<T>> + Send + 'static,
         T: Send + 'static,
     {
         if self.0.closing.is_cancelled() {
-            return Conclusion::refused(unavailable());
+            return Begun::Concluded(Conclusion::refused(unavailable()));
         }
         let most = call.policy.in_flight_per_caller;
         let Some(place) = self.0.quota.enter(call.caller, call.storage_key, most) else {
             let rejection = Rejection::new(RejectionKind::TooManyInFlight)
                 .with_retry_after(RETRY_AFTER_TOO_MANY);
             observe::refused(rejection.kind(), Some(call.storage_key));
-            return Conclusion::Refused(rejection);
+            return Begun::Concluded(Conclusion::Refused(rejection));
         };
         let (answer, answered) = oneshot::channel();
         let call = Arc::new(call);
         let span = observe::span(call.storage_key, &call.span);
-        let engine = self.clone();
         // Boxed, since it is handed on a few times before it runs, and it is large.
-        let task = Box::pin(async move {
-            engine.conduct(call, handler, answer).await;
-            // The handler counts to its end, not only for as long as its client stays.
-            drop(place);
-        });
+        let task = Box::pin(self.clone().conduct(call, handler, answer, place));
         if made(Mistake::RunsInConnection) {
-            task.await;
-        } else {
-            self.0.tracker.spawn(task.instrument(span));
+            return Begun::Here(task, answered);
         }
-        // The task answers unless the runtime ends under it; then nobody knows what it had done.
-        answered.await.unwrap_or_else(|_| Conclusion::refused(RejectionKind::OutcomeUnknown))
+        self.0.tracker.spawn(task.instrument(span));
+        Begun::Elsewhere(answered)
     }
 
     async fn conduct<T, H, F>(
@@ -295,6 +325,8 @@ impl Engine {
         call: Arc<Call>,
         mut handler: H,
         mut answer: oneshot::Sender<Conclusion<T>>,
+        // The handler counts to its end, not only for as long as its client stays.
+        _place: Place,
     ) where
         H: FnMut(Run) -> F + Send,
         F: Future<Output = Ran<T>> + Send,

@@ -9,12 +9,11 @@
 //! expiry behind, from which a record of a first claim has its times. TIME comes first, so that the
 //! fence is never greater than what others will find in the record.
 
-use std::error::Error;
-
-use ::redis::{Cmd, RedisError, Value};
+use ::redis::{Cmd, Value};
 use bytes::Bytes;
 
 use super::call::Call;
+use super::connect::redis_error;
 use super::script::BadReply;
 use crate::error::StoreError;
 use crate::record::{self, Change, Claim, ClaimOutcome, Current, Grant, Millis, millis};
@@ -111,6 +110,6 @@ impl Seen {
 
 /// True if the server takes no writes for now, or has no room. An answer that is there can still be read.
 pub(super) fn writes_are_refused(error: &StoreError) -> bool {
-    let said = error.source().and_then(|cause| cause.downcast_ref::<RedisError>());
-    said.is_some_and(|said| matches!(said.code(), Some("OOM" | "MISCONF" | "NOREPLICAS")))
+    redis_error(error)
+        .is_some_and(|said| matches!(said.code(), Some("OOM" | "MISCONF" | "NOREPLICAS")))
 }
