@@ -232,7 +232,7 @@ where
     let span = Span::current();
     let call = Call { key: key.clone(), storage_key, caller, identity, fingerprints, policy, span };
     // Only a guard wants to know again who asked.
-    let asker = config.replay_guard.as_ref().map(|guard| (guard.clone(), parts.clone()));
+    let asker = config.replay_guard.as_ref().map(|guard| Box::new((guard.clone(), parts.clone())));
     let mut handler =
         Handler { ready: Some(ready), parts: Some(parts), body, config: Arc::clone(&config) };
     let conclusion = engine.execute(call, move |run| handler.start(run)).await;
@@ -377,11 +377,22 @@ impl<S> Handler<S> {
 
 /// Asks the guard, if there is one. Who gets no answer in time does not get the stored one either.
 async fn allowed(
-    asker: Option<(ReplayGuard, Parts)>,
+    asker: Option<Box<(ReplayGuard, Parts)>>,
     key: &IdempotencyKey,
     status: StatusCode,
 ) -> ReplayDecision {
-    let Some((guard, head)) = asker else { return ReplayDecision::Allow };
+    match asker {
+        None => ReplayDecision::Allow,
+        // What is rare must not make the future of every request larger.
+        Some(asker) => Box::pin(decide(*asker, key, status)).await,
+    }
+}
+
+async fn decide(
+    (guard, head): (ReplayGuard, Parts),
+    key: &IdempotencyKey,
+    status: StatusCode,
+) -> ReplayDecision {
     let request = ReplayRequest::new(head, key.clone(), status);
     let asked = AssertUnwindSafe(async move { guard.ask(request).await }).catch_unwind();
     match timeout(GUARD_WITHIN, asked).await {

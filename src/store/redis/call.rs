@@ -1,8 +1,7 @@
 //! One run of a script: what is sent, and in which order.
 //!
 //! A response of some size does not go through Lua, which would copy it twice. It is written beside
-//! the record by a plain SET, and the script that follows on the same connection renames its key. A
-//! replay reads it by a plain GET behind the script that judged the request.
+//! the record by a plain SET, and the script that follows on the same connection renames its key.
 //!
 //! A claim is a plain command first, which costs the server half of what a script does, with the server's clock
 //! in the same write; see [`claim`](super::claim).
@@ -10,8 +9,10 @@
 use std::borrow::Cow;
 use std::sync::LazyLock;
 
-use ::redis::{Cmd, RedisResult, RedisWrite, ToRedisArgs, ToSingleRedisArg, Value};
+use ::redis::{RedisResult, Value};
 use bytes::Bytes;
+
+use super::words::{Commands, Words};
 
 /// A Lua script and the name that Redis caches it under.
 #[derive(Debug)]
@@ -79,15 +80,6 @@ pub(super) struct Answer {
     pub(super) replicas: Option<Waited>,
 }
 
-/// Commands that go out in one piece.
-pub(super) trait Commands {
-    /// Adds a command.
-    fn command(&mut self, command: &Cmd);
-
-    /// Adds a command of a few words, each in pieces.
-    fn words(&mut self, words: &[&[&[u8]]]);
-}
-
 struct Counted<'a> {
     out: &'a mut dyn Commands,
     count: usize,
@@ -95,7 +87,7 @@ struct Counted<'a> {
 
 impl Counted<'_> {
     /// Which reply will be its.
-    fn command(&mut self, command: &Cmd) -> usize {
+    fn command(&mut self, command: &Words) -> usize {
         self.out.command(command);
         self.count += 1;
         self.count - 1
@@ -130,9 +122,13 @@ impl Places {
             None => Value::Nil,
         };
         let value = accepted(take(self.value))?;
-        let value = match self.time.zip(self.expiry) {
-            None => value,
-            Some((time, expiry)) => Value::Array(vec![take(time), value, take(expiry)]),
+        let value = match (self.time, self.expiry) {
+            (Some(0), Some(2)) if self.count == 3 => {
+                replies[self.value] = value;
+                return Ok(Answer { value: Value::Array(replies), replicas: None });
+            }
+            (Some(time), Some(expiry)) => Value::Array(vec![take(time), value, take(expiry)]),
+            (None, _) | (_, None) => value,
         };
         let replicas = self.replicas.map(|at| {
             let said = take(at);
@@ -155,7 +151,7 @@ pub(super) fn accepted(value: Value) -> RedisResult<Value> {
 pub(super) struct Call {
     script: &'static Script,
     /// The whole command, by the script's hash; without the response if that is put beside.
-    by_hash: Cmd,
+    by_hash: Words,
     key_at: usize,
     /// Boxed, as few have one.
     beside: Option<Box<Beside>>,
@@ -204,18 +200,16 @@ const BESIDE_KEPT: &[u8] = b"10000";
 /// Where the record's key stands among the arguments of a command.
 const KEY_AT: usize = 3;
 
-/// As many as a call has at most: name, hash, number of keys, key, and five for the script.
-const ARGUMENTS: usize = 9;
-/// The bytes of the first three, and of a few numbers.
-const HEADS: usize = 96;
+/// The bytes of the first three, of a few numbers, and of all lengths.
+const HEADS: usize = 160;
 
 pub(super) const MAX_EXPIRY: u64 = 1 << 48;
 
 impl Call {
     /// A run on this key, whose arguments take about so many bytes.
     pub(super) fn new(script: &'static Script, key: &[u8], room: usize) -> Self {
-        let mut by_hash = Cmd::with_capacity(ARGUMENTS, HEADS + key.len() + room);
-        by_hash.arg("EVALSHA").arg(script.sha.as_str()).arg("1").arg(key);
+        let mut by_hash = Words::with_room(HEADS + key.len() + room);
+        by_hash.word(b"EVALSHA").word(script.sha.as_bytes()).word(b"1").word(key);
         Self {
             script,
             by_hash,
@@ -228,7 +222,7 @@ impl Call {
     }
 
     /// A command on one key, its first argument. It goes the way that scripts go.
-    pub(super) fn plain(command: Cmd) -> Self {
+    pub(super) fn plain(command: Words) -> Self {
         // Nobody answers a plain command with NOSCRIPT, so the script is never sent.
         Self {
             script: &READY,
@@ -294,26 +288,22 @@ impl Call {
 
     /// The key of the record.
     pub(super) fn key(&self) -> &[u8] {
-        match self.by_hash.args_iter().nth(self.key_at) {
-            Some(::redis::Arg::Simple(key)) => key,
-            // The other kind stands for the cursor of a scan.
-            Some(_) | None => &[],
-        }
+        self.by_hash.iter().nth(self.key_at).unwrap_or_default()
     }
 
     pub(super) fn arg(mut self, bytes: &[u8]) -> Self {
-        self.by_hash.arg(bytes);
+        self.by_hash.word(bytes);
         self
     }
 
     /// One argument of several pieces.
     pub(super) fn parts(mut self, parts: [&[u8]; 2]) -> Self {
-        self.by_hash.arg(Parts(parts));
+        self.by_hash.pieces(&parts);
         self
     }
 
     pub(super) fn number(mut self, number: u64) -> Self {
-        self.by_hash.arg(number);
+        self.by_hash.number(number);
         self
     }
 
@@ -354,68 +344,50 @@ impl Call {
 
     /// An argument of the script.
     fn argument(&self, at: usize) -> &[u8] {
-        match self.by_hash.args_iter().nth(self.key_at + 1 + at) {
-            Some(::redis::Arg::Simple(bytes)) => bytes,
-            // The other kind stands for the cursor of a scan, and no script call has one.
-            Some(_) | None => &[],
-        }
+        self.by_hash.iter().nth(self.key_at + 1 + at).unwrap_or_default()
     }
 
     /// The script with its arguments.
-    fn command(&self, route: Route, name: Name) -> Cow<'_, Cmd> {
+    fn command(&self, route: Route, name: Name) -> Cow<'_, Words> {
         let (script, response) = match (&self.beside, route) {
             (None, _) if name == Name::Hash => return Cow::Borrowed(&self.by_hash),
             (None, _) | (Some(_), Route::Beside) => (self.script, &[][..]),
             (Some(beside), Route::Through) => (beside.through, &beside.response[..]),
         };
-        let mut cmd = Cmd::new();
+        let mut words = Words::default();
         match name {
-            Name::Hash => cmd.arg("EVALSHA").arg(script.sha.as_str()),
-            Name::Text => cmd.arg("EVAL").arg(script.text),
+            Name::Hash => words.word(b"EVALSHA").word(script.sha.as_bytes()),
+            Name::Text => words.word(b"EVAL").word(script.text.as_bytes()),
         };
         match (&self.beside, route) {
-            (Some(beside), Route::Beside) => cmd.arg(2).arg(self.key()).arg(&beside.key),
-            (_, _) => cmd.arg(1).arg(self.key()),
+            (Some(beside), Route::Beside) => words.number(2).word(self.key()).word(&beside.key),
+            (_, _) => words.number(1).word(self.key()),
         };
-        let arguments = self.by_hash.args_iter().count() - (self.key_at + 1);
-        for at in 0..arguments {
-            let behind = if at == 0 { response } else { &[] };
-            cmd.arg(Parts([self.argument(at), behind]));
+        for (at, argument) in self.by_hash.iter().skip(self.key_at + 1).enumerate() {
+            words.pieces(&[argument, if at == 0 { response } else { &[] }]);
         }
-        Cow::Owned(cmd)
+        Cow::Owned(words)
     }
 }
-
-/// Bytes that follow each other in one argument.
-struct Parts<'a>([&'a [u8]; 2]);
-
-impl ToRedisArgs for Parts<'_> {
-    fn write_redis_args<W: ?Sized + RedisWrite>(&self, out: &mut W) {
-        // Writing to memory cannot fail.
-        let mut argument = out.writer_for_next_arg();
-        for part in self.0 {
-            let _ = std::io::Write::write_all(&mut argument, part);
-        }
-    }
-}
-
-impl ToSingleRedisArg for Parts<'_> {}
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn packed(cmd: &Cmd) -> Vec<u8> {
-        cmd.get_packed_command()
+    fn words(words: &[&[u8]]) -> Words {
+        let mut all = Words::default();
+        for word in words {
+            all.word(word);
+        }
+        all
     }
 
     #[test]
     fn the_text_is_sent_with_the_same_key_and_arguments() {
         let call = Call::new(&RELEASE, b"idem:{k}", 0).arg(&[0, 255]).lasting(0).number(2);
-        let mut expected = Cmd::new();
-        expected.arg("EVAL").arg(RELEASE.text).arg(1).arg("idem:{k}").arg(&[0_u8, 255]);
-        expected.arg(1).arg(2);
-        assert_eq!(packed(&call.command(Route::Through, Name::Text)), packed(&expected));
+        let text = RELEASE.text.as_bytes();
+        let expected = words(&[b"EVAL", text, b"1", b"idem:{k}", &[0, 255], b"1", b"2"]);
+        assert_eq!(*call.command(Route::Through, Name::Text), expected);
     }
 
     #[test]
@@ -423,12 +395,11 @@ mod tests {
         let response = Bytes::from_static(b"answer");
         let call = Call::new(&COMPLETE_LARGE, b"idem:{k}", 0).arg(b"head").number(9);
         let call = call.beside(&COMPLETE, "b", response);
-        let mut through = Cmd::new();
-        through.arg("EVALSHA").arg(&*COMPLETE.sha).arg(1).arg("idem:{k}").arg("headanswer").arg(9);
-        assert_eq!(packed(&call.command(Route::Through, Name::Hash)), packed(&through));
-        let mut beside = Cmd::new();
-        beside.arg("EVALSHA").arg(&*COMPLETE_LARGE.sha).arg(2).arg("idem:{k}").arg("idem:{k}:b");
-        beside.arg("head").arg(9);
-        assert_eq!(packed(&call.command(Route::Beside, Name::Hash)), packed(&beside));
+        let sha = COMPLETE.sha.as_bytes();
+        let through = words(&[b"EVALSHA", sha, b"1", b"idem:{k}", b"headanswer", b"9"]);
+        assert_eq!(*call.command(Route::Through, Name::Hash), through);
+        let sha = COMPLETE_LARGE.sha.as_bytes();
+        let beside = words(&[b"EVALSHA", sha, b"2", b"idem:{k}", b"idem:{k}:b", b"head", b"9"]);
+        assert_eq!(*call.command(Route::Beside, Name::Hash), beside);
     }
 }

@@ -9,12 +9,13 @@
 //! expiry behind, from which a record of a first claim has its times. TIME comes first, so that the
 //! fence is never greater than what others will find in the record.
 
-use ::redis::{Cmd, Value};
+use ::redis::Value;
 use bytes::Bytes;
 
 use super::call::Call;
 use super::connect::redis_error;
 use super::script::BadReply;
+use super::words::Words;
 use crate::error::StoreError;
 use crate::record::{self, Change, Claim, ClaimOutcome, Current, Grant, Millis, millis};
 
@@ -29,23 +30,22 @@ pub(super) struct Seen {
     expires: Option<Millis>,
 }
 
-/// As many as a claim has at most: name, key, record, two options, an expiry.
-const ARGUMENTS: usize = 7;
-/// What they take, but for the key.
-const ROOM: usize = 160;
+/// The bytes of a claim, but for the key.
+const ROOM: usize = 176;
 
 /// A plain claim. `None` if its times do not fit into the record of a first claim.
 pub(super) fn plain(key: &[u8], claim: &Claim) -> Option<Call> {
     let record = record::first(claim)?;
-    let mut set = Cmd::with_capacity(ARGUMENTS, ROOM + key.len());
-    set.arg("SET").arg(key).arg(&record).arg("NX").arg("GET").arg("PX").arg(kept_for(claim));
+    let mut set = Words::with_room(ROOM + key.len());
+    set.word(b"SET").word(key).word(&record).word(b"NX").word(b"GET").word(b"PX");
+    set.number(kept_for(claim));
     Some(Call::plain(set).timed())
 }
 
 /// The same without the claim, for a server that takes no writes.
 pub(super) fn look(key: &[u8]) -> Call {
-    let mut get = Cmd::new();
-    get.arg("GET").arg(key);
+    let mut get = Words::default();
+    get.word(b"GET").word(key);
     Call::plain(get).timed()
 }
 

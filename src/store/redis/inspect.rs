@@ -21,6 +21,7 @@ use super::call::Call;
 use super::claim;
 use super::connect::{Failure, Urgency};
 use super::script::{self, Looked};
+use super::words::Words;
 use super::{NAME, RedisStore, Verb};
 use crate::error::{StoreError, StoreErrorKind};
 use crate::record::{
@@ -101,7 +102,7 @@ impl RedisStore {
     ) -> Result<Value, StoreError> {
         let mut command = Cmd::new();
         build(&mut command);
-        let call = Call::plain(command);
+        let call = Call::plain(Words::of(&command));
         match self.0.connections.run(&call, Urgency::Ordinary).await {
             Ok(answer) => Ok(answer.value),
             Err(failure) => Err(failed(operation, failure)),

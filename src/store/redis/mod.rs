@@ -41,6 +41,7 @@ mod inspect;
 mod place;
 mod script;
 mod setup;
+mod words;
 
 use std::fmt;
 use std::sync::Arc;

@@ -9,8 +9,9 @@ use tokio::time::Instant;
 
 use super::wire::{Unheard, Wire};
 use super::{Failure, Message, TooLong};
-use crate::store::redis::call::{Answer, Call, Commands, Name, Places, Route, Way, accepted};
+use crate::store::redis::call::{Answer, Call, Name, Places, Route, Way, accepted};
 use crate::store::redis::script;
+use crate::store::redis::words::{Commands, Words};
 
 /// How long a question waits on a connection of our own. Whoever asks has a shorter limit.
 const QUESTION: Duration = Duration::from_secs(60);
@@ -75,7 +76,15 @@ impl Link for MultiplexedConnection {
 }
 
 impl Commands for Pipeline {
-    fn command(&mut self, command: &Cmd) {
+    fn command(&mut self, command: &Words) {
+        let mut of_the_library = Cmd::new();
+        for word in command.iter() {
+            of_the_library.arg(word);
+        }
+        self.add_command(of_the_library);
+    }
+
+    fn foreign(&mut self, command: &Cmd) {
         self.add_command(command.clone());
     }
 
@@ -95,11 +104,11 @@ impl Message<'_> {
     pub(super) async fn send(&self, link: &mut impl Link) -> Result<Answer, Failure> {
         let reply = match self {
             Self::Script { call, asking } => return send_call(call, *asking, link).await,
-            Self::Question(cmd) => link.ask(|out| out.command(cmd)).await?,
+            Self::Question(cmd) => link.ask(|out| out.foreign(cmd)).await?,
             Self::Questions(questions) => {
                 let ask = |out: &mut dyn Commands| {
                     for question in questions.cmd_iter() {
-                        out.command(question);
+                        out.foreign(question);
                     }
                 };
                 let reply = link.ask(ask).await?;

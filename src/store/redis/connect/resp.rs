@@ -4,7 +4,7 @@
 
 use ::redis::{Cmd, Value, parse_redis_value};
 
-use crate::store::redis::call::Commands;
+use crate::store::redis::words::{Commands, Words, line};
 
 /// The longest string a server sends: what `proto-max-bulk-len` is unless somebody changes it.
 const LONGEST: usize = 512 * 1024 * 1024;
@@ -26,36 +26,24 @@ impl<'a> Out<'a> {
     pub(super) fn count(&self) -> usize {
         self.count
     }
-
-    fn number(&mut self, mark: u8, number: usize) {
-        self.bytes.push(mark);
-        let mut digits = [0; 20];
-        let mut first = digits.len();
-        let mut rest = number;
-        loop {
-            first -= 1;
-            // One digit fits into a byte.
-            digits[first] = b'0' + u8::try_from(rest % 10).unwrap_or_default();
-            rest /= 10;
-            if rest == 0 {
-                break;
-            }
-        }
-        self.bytes.extend_from_slice(&digits[first..]);
-        self.bytes.extend_from_slice(b"\r\n");
-    }
 }
 
 impl Commands for Out<'_> {
-    fn command(&mut self, command: &Cmd) {
+    fn command(&mut self, command: &Words) {
+        line(self.bytes, b'*', command.count() as u64);
+        self.bytes.extend_from_slice(command.as_bytes());
+        self.count += 1;
+    }
+
+    fn foreign(&mut self, command: &Cmd) {
         command.write_packed_command(self.bytes);
         self.count += 1;
     }
 
     fn words(&mut self, words: &[&[&[u8]]]) {
-        self.number(b'*', words.len());
+        line(self.bytes, b'*', words.len() as u64);
         for pieces in words {
-            self.number(b'$', pieces.iter().map(|piece| piece.len()).sum());
+            line(self.bytes, b'$', pieces.iter().map(|piece| piece.len() as u64).sum());
             for piece in *pieces {
                 self.bytes.extend_from_slice(piece);
             }
@@ -247,7 +235,10 @@ mod tests {
             for word in &words {
                 command.arg(word);
             }
-            prop_assert_eq!(bytes, command.get_packed_command());
+            prop_assert_eq!(&bytes, &command.get_packed_command());
+            let mut again = Vec::new();
+            Out::new(&mut again).command(&Words::of(&command));
+            prop_assert_eq!(again, bytes);
         }
     }
 

@@ -5,7 +5,7 @@ use futures_util::future::join_all;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _, DuplexStream, duplex};
 
 use super::*;
-use crate::store::redis::call::Commands as _;
+use crate::store::redis::words::Commands as _;
 
 /// A server that answers each command `*1 $n word` with its word.
 async fn echo(mut stream: DuplexStream, pieces: usize) {

@@ -1,0 +1,142 @@
+//! A command as it goes out: its words, each behind its length.
+//!
+//! Written once, where the command is made, and copied from there to the connection. The library's
+//! commands keep their words apart and put the lengths in when they are sent.
+
+use ::redis::Cmd;
+
+/// Commands that go out in one piece.
+pub(super) trait Commands {
+    /// Adds a command.
+    fn command(&mut self, command: &Words);
+
+    /// Adds a command of the library.
+    fn foreign(&mut self, command: &Cmd);
+
+    /// Adds a command of a few words, each in pieces.
+    fn words(&mut self, words: &[&[&[u8]]]);
+}
+
+/// The words of a command.
+#[derive(Clone, Debug, Default, Eq, PartialEq)]
+pub(super) struct Words {
+    bytes: Vec<u8>,
+    count: usize,
+}
+
+impl Words {
+    /// Room for so many bytes, lengths included.
+    pub(super) fn with_room(bytes: usize) -> Self {
+        Self { bytes: Vec::with_capacity(bytes), count: 0 }
+    }
+
+    /// The words of a command of the library.
+    pub(super) fn of(command: &Cmd) -> Self {
+        let mut words = Self::default();
+        for word in command.args_iter() {
+            // The other kind stands for the cursor of a scan, and no call here has one.
+            if let ::redis::Arg::Simple(word) = word {
+                words.word(word);
+            }
+        }
+        words
+    }
+
+    pub(super) fn word(&mut self, word: &[u8]) -> &mut Self {
+        self.pieces(&[word])
+    }
+
+    /// One word of several pieces.
+    pub(super) fn pieces(&mut self, pieces: &[&[u8]]) -> &mut Self {
+        line(&mut self.bytes, b'$', pieces.iter().map(|piece| piece.len() as u64).sum());
+        for piece in pieces {
+            self.bytes.extend_from_slice(piece);
+        }
+        self.bytes.extend_from_slice(b"\r\n");
+        self.count += 1;
+        self
+    }
+
+    /// A number in decimal.
+    pub(super) fn number(&mut self, number: u64) -> &mut Self {
+        let mut digits = [0; DIGITS];
+        self.word(decimal(number, &mut digits))
+    }
+
+    pub(super) fn count(&self) -> usize {
+        self.count
+    }
+
+    /// All of them as they go out.
+    pub(super) fn as_bytes(&self) -> &[u8] {
+        &self.bytes
+    }
+
+    pub(super) fn iter(&self) -> impl Iterator<Item = &[u8]> {
+        let mut rest = &self.bytes[..];
+        std::iter::from_fn(move || {
+            let end = rest.iter().position(|&byte| byte == b'\r')?;
+            let digits = &rest[1..end];
+            let length =
+                digits.iter().fold(0, |length, digit| length * 10 + usize::from(digit - b'0'));
+            let (word, behind) = rest[end + 2..].split_at(length);
+            rest = &behind[2..];
+            Some(word)
+        })
+    }
+}
+
+/// The digits of the greatest number.
+const DIGITS: usize = 20;
+
+/// Adds a line that consists of a mark and a number.
+pub(super) fn line(bytes: &mut Vec<u8>, mark: u8, number: u64) {
+    let mut digits = [0; DIGITS];
+    bytes.push(mark);
+    bytes.extend_from_slice(decimal(number, &mut digits));
+    bytes.extend_from_slice(b"\r\n");
+}
+
+fn decimal(mut number: u64, digits: &mut [u8; DIGITS]) -> &[u8] {
+    let mut first = DIGITS;
+    loop {
+        first -= 1;
+        // One digit fits into a byte.
+        digits[first] = b'0' + u8::try_from(number % 10).unwrap_or_default();
+        number /= 10;
+        if number == 0 {
+            return &digits[first..];
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        #[test]
+        fn words_are_read_again_as_they_were_written(words in proptest::collection::vec(any::<Vec<u8>>(), 0..9)) {
+            let mut command = Words::default();
+            let mut of_the_library = Cmd::new();
+            for word in &words {
+                let (one, other) = word.split_at(word.len() / 2);
+                command.pieces(&[one, other]);
+                of_the_library.arg(word);
+            }
+            prop_assert_eq!(command.count(), words.len());
+            prop_assert_eq!(Words::of(&of_the_library), command.clone());
+            prop_assert_eq!(command.iter().collect::<Vec<_>>(), words);
+        }
+    }
+
+    #[test]
+    fn numbers_are_decimal() {
+        let mut words = Words::default();
+        words.number(0).number(9).number(10).number(u64::MAX);
+        let expected: [&[u8]; 4] = [b"0", b"9", b"10", b"18446744073709551615"];
+        assert_eq!(words.iter().collect::<Vec<_>>(), expected);
+    }
+}
