@@ -9,6 +9,8 @@
 
 mod clients;
 mod history;
+mod invariants;
+mod invariants_refuse;
 mod load;
 mod process;
 mod rows;
@@ -20,6 +22,9 @@ mod store;
 mod line;
 #[path = "../support/named.rs"]
 mod named;
+#[path = "../support/postgres.rs"]
+#[allow(dead_code, reason = "each test program uses a part of it")]
+mod postgres;
 #[path = "../support/redis.rs"]
 #[allow(dead_code, reason = "each test program uses a part of it")]
 mod redis;

@@ -6,6 +6,7 @@ use std::io::{BufRead as _, BufReader, Read as _};
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -27,6 +28,7 @@ pub(crate) struct Sandbox {
     pub(crate) ledger: PathBuf,
     output: Arc<Mutex<String>>,
     errors: Arc<Mutex<String>>,
+    hung_up: Arc<AtomicBool>,
     directory: Option<tempfile::TempDir>,
 }
 
@@ -42,7 +44,9 @@ fn program() -> &'static Path {
         build.arg(Path::new(env!("CARGO_MANIFEST_DIR")).join("Cargo.toml"));
         build.arg("--target-dir").arg(profile.parent().expect("target"));
         // The same features as this test was built with: most of the time there is nothing to do.
-        if cfg!(feature = "conformance") {
+        if cfg!(feature = "mistakes") {
+            build.args(["--features", "mistakes"]);
+        } else if cfg!(feature = "conformance") {
             build.args(["--features", "conformance"]);
         }
         if profile.ends_with("release") {
@@ -88,18 +92,20 @@ fn wait_for(child: &mut Child) -> Option<ExitStatus> {
     None
 }
 
-/// Collects what a child says, so that it never blocks on a full pipe.
-fn collect(stream: impl std::io::Read + Send + 'static) -> Arc<Mutex<String>> {
+/// Collects what a child says, so that it never blocks on a full pipe; and whether that was all.
+fn collect(stream: impl std::io::Read + Send + 'static) -> (Arc<Mutex<String>>, Arc<AtomicBool>) {
     let text = Arc::new(Mutex::new(String::new()));
-    let shared = Arc::clone(&text);
+    let hung_up = Arc::new(AtomicBool::new(false));
+    let (shared, end) = (Arc::clone(&text), Arc::clone(&hung_up));
     thread::spawn(move || {
         for line in BufReader::new(stream).lines().map_while(Result::ok) {
             let mut text = shared.lock().expect("no holder panics");
             text.push_str(&line);
             text.push('\n');
         }
+        end.store(true, Ordering::SeqCst);
     });
-    text
+    (text, hung_up)
 }
 
 fn read(text: &Mutex<String>) -> String {
@@ -143,11 +149,21 @@ impl Sandbox {
         Self::spawn(command, ledger)
     }
 
+    /// Starts with this ledger, or with the store's own, and says on standard error when a handler runs.
+    pub(crate) fn start_telling_runs(ledger: Option<&Path>, args: &[&str]) -> Self {
+        let mut command = command(args);
+        command.env("RUST_LOG", "warn,payments::runs=debug");
+        if let Some(ledger) = ledger {
+            command.arg("--ledger").arg(ledger);
+        }
+        Self::spawn(command, ledger.unwrap_or(Path::new("")))
+    }
+
     fn spawn(mut command: Command, ledger: &Path) -> Self {
         command.args(["--listen", "127.0.0.1:0"]);
         let mut child = command.spawn().expect("the sandbox can be started");
-        let output = collect(child.stdout.take().expect("piped"));
-        let errors = collect(child.stderr.take().expect("piped"));
+        let (output, _) = collect(child.stdout.take().expect("piped"));
+        let (errors, hung_up) = collect(child.stderr.take().expect("piped"));
         let end = Instant::now() + PATIENCE;
         let address = loop {
             if let Some(first) = read(&output).lines().next() {
@@ -159,7 +175,8 @@ impl Sandbox {
             assert!(waiting, "no start: {ended:?} {}", read(&errors));
             thread::sleep(Duration::from_millis(5));
         };
-        Self { child, address, ledger: ledger.to_owned(), output, errors, directory: None }
+        let ledger = ledger.to_owned();
+        Self { child, address, ledger, output, errors, hung_up, directory: None }
     }
 
     /// Starts on the ledger of one that has ended.
@@ -172,6 +189,11 @@ impl Sandbox {
     /// What it has written to standard output and standard error so far.
     pub(crate) fn said(&self) -> (String, String) {
         (read(&self.output), read(&self.errors))
+    }
+
+    /// True once it has ended and nothing of what it has written is missing.
+    pub(crate) fn has_hung_up(&self) -> bool {
+        self.hung_up.load(Ordering::SeqCst)
     }
 
     /// Its process id.
