@@ -8,6 +8,8 @@
 #![allow(unreachable_pub, reason = "a test program exports nothing")]
 
 mod clients;
+#[cfg(target_os = "linux")]
+mod clock;
 mod history;
 mod invariants;
 mod invariants_refuse;
