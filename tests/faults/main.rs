@@ -18,6 +18,7 @@ mod process;
 mod rows;
 mod site;
 mod store;
+mod versions;
 
 #[path = "../support/line.rs"]
 #[allow(dead_code, reason = "each test program uses a part of it")]
