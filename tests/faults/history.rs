@@ -144,6 +144,11 @@ impl History {
         }))
     }
 
+    /// How many keys clients wait for an answer to.
+    pub(crate) fn in_flight(&self) -> usize {
+        self.inner().busy.len()
+    }
+
     /// How often the store was seen to hold something else than before.
     pub(crate) fn sights(&self) -> usize {
         self.inner().sights.len()

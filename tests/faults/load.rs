@@ -20,11 +20,11 @@ use crate::redis::RedisServer;
 use crate::sandbox::{Call, Connection, Sandbox};
 use crate::site::{Site, is, is_paid, server, sleep};
 
-fn number(name: &str, otherwise: u64) -> u64 {
+pub(crate) fn number(name: &str, otherwise: u64) -> u64 {
     std::env::var(name).map_or(otherwise, |text| text.parse().expect("a number"))
 }
 
-fn seed() -> u64 {
+pub(crate) fn seed() -> u64 {
     let seed = number("FAULTS_SEED", rand::random::<u32>().into());
     println!("FAULTS_SEED={seed}");
     seed

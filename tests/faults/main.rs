@@ -15,6 +15,7 @@ mod invariants;
 mod invariants_refuse;
 mod load;
 mod process;
+mod random;
 mod rows;
 mod site;
 mod store;

@@ -159,15 +159,24 @@ impl Sandbox {
 
     /// Starts with this ledger, or with the store's own, and says on standard error when a handler runs.
     pub(crate) fn start_telling_runs(ledger: Option<&Path>, args: &[&str]) -> Self {
+        Self::try_telling_runs(ledger, args).unwrap_or_else(|said| panic!("no start: {said}"))
+    }
+
+    /// The same where it may refuse to start: what it said then.
+    pub(crate) fn try_telling_runs(ledger: Option<&Path>, args: &[&str]) -> Result<Self, String> {
         let mut command = command(args);
         command.env("RUST_LOG", "warn,payments::runs=debug");
         if let Some(ledger) = ledger {
             command.arg("--ledger").arg(ledger);
         }
-        Self::spawn(command, ledger.unwrap_or(Path::new("")))
+        Self::try_spawn(command, ledger.unwrap_or(Path::new("")))
     }
 
-    fn spawn(mut command: Command, ledger: &Path) -> Self {
+    fn spawn(command: Command, ledger: &Path) -> Self {
+        Self::try_spawn(command, ledger).unwrap_or_else(|said| panic!("no start: {said}"))
+    }
+
+    fn try_spawn(mut command: Command, ledger: &Path) -> Result<Self, String> {
         command.args(["--listen", "127.0.0.1:0"]);
         let mut child = command.spawn().expect("the sandbox can be started");
         let (output, _) = collect(child.stdout.take().expect("piped"));
@@ -179,12 +188,15 @@ impl Sandbox {
                 break address.and_then(|address| address.parse().ok()).expect("the first line");
             }
             let ended = child.try_wait().expect("a child can be waited for");
-            let waiting = ended.is_none() && Instant::now() < end;
-            assert!(waiting, "no start: {ended:?} {}", read(&errors));
+            if ended.is_some() || Instant::now() >= end {
+                let _ = child.kill();
+                let _ = child.wait();
+                return Err(format!("{ended:?} {}", read(&errors)));
+            }
             thread::sleep(Duration::from_millis(5));
         };
         let ledger = ledger.to_owned();
-        Self { child, address, ledger, output, errors, hung_up, directory: None }
+        Ok(Self { child, address, ledger, output, errors, hung_up, directory: None })
     }
 
     /// Starts on the ledger of one that has ended.
