@@ -6,6 +6,7 @@
 #![cfg(unix)]
 #![allow(clippy::unwrap_used, reason = "in a test a panic is the report")]
 #![allow(unreachable_pub, reason = "a test program exports nothing")]
+#![allow(clippy::wildcard_enum_match_arm, reason = "one kind is told from all others")]
 
 mod clients;
 #[cfg(target_os = "linux")]
