@@ -341,6 +341,16 @@ mod tests {
     }
 
     #[test]
+    fn recipes_are_named_and_there_are_not_more_than_a_record_is_compared_with() {
+        for recipes in ["bytes", "json", "json,bytes", "bytes,json"] {
+            assert!(rules(&["--fingerprint", recipes]).is_ok(), "{recipes}");
+        }
+        for recipes in ["", "xml", "json,", "json,bytes,json,bytes"] {
+            assert!(rules(&["--fingerprint", recipes]).is_err(), "{recipes}");
+        }
+    }
+
+    #[test]
     fn what_is_not_built_yet_is_refused_by_name() {
         assert!(rules(&["--recovery", "maybe"]).is_err());
     }
