@@ -33,6 +33,12 @@ impl ApiError {
         self
     }
 
+    /// True if the layer frees the key after it: by the handler's own word, or by the status.
+    pub(crate) fn frees_the_key(&self) -> bool {
+        matches!(self.outcome, Some(Outcome::NoEffect))
+            || self.status == StatusCode::TOO_MANY_REQUESTS
+    }
+
     fn try_again(mut self) -> Self {
         self.retry_after = Some((RETRY_AFTER, "1"));
         self

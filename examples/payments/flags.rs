@@ -65,6 +65,12 @@ pub(crate) struct Flags {
     #[arg(value_parser = clap::value_parser!(u32).range(..=MAX_BODY))]
     response_limit: u32,
 
+    /// How two requests are compared: byte by byte, or as JSON by what they say. More than one, after
+    /// commas: the first is used, the others are understood in records that were made with them.
+    #[arg(long, env = "PAYMENTS_FINGERPRINT", value_name = "RECIPE,…", default_value = "bytes")]
+    #[arg(value_delimiter = ',')]
+    fingerprint: Vec<Compared>,
+
     /// Stripe-shaped errors throughout.
     #[arg(long, env = "PAYMENTS_STRIPE_ERRORS", value_parser = BoolishValueParser::new())]
     stripe_errors: bool,
@@ -84,6 +90,22 @@ pub(crate) enum RecoveryMode {
     AtLeastOnce,
     /// The processor is asked what happened.
     Reconcile,
+}
+
+/// `--fingerprint`.
+#[derive(Clone, Copy, Debug, Eq, PartialEq, ValueEnum)]
+enum Compared {
+    Bytes,
+    Json,
+}
+
+impl Compared {
+    fn recipe(self) -> Recipe {
+        match self {
+            Self::Bytes => Recipe::new(),
+            Self::Json => Recipe::new().canonical_json(),
+        }
+    }
 }
 
 /// 256 MiB: bodies are held in memory.
@@ -172,24 +194,29 @@ impl Flags {
         };
         // A space is `+` from one of Stripe's clients and `%20` from another.
         let same_meaning = || Recipe::new().canonical_form();
+        let accepting = |builder: ConfigBuilder, recipes: &[Compared]| {
+            recipes.iter().fold(builder, |builder, recipe| builder.also_accept(recipe.recipe()))
+        };
+        let compared = || {
+            let first = common().fingerprint(self.fingerprint[0].recipe());
+            accepting(first, &self.fingerprint[1..])
+        };
         let build =
             |builder: ConfigBuilder| builder.build().map_err(|e: ConfigError| e.to_string());
         Ok(Rules {
             // One account, one set of keys: each route knows the other routes' fingerprints, so that a
             // key that is used on both is a mismatch.
-            required: build(common().methods([Method::POST]).also_accept(same_meaning()))?,
+            required: build(compared().methods([Method::POST]).also_accept(same_meaning()))?,
             optional: build(
-                common()
+                compared()
                     .methods([Method::DELETE])
                     .missing_key(MissingKey::PassThrough)
                     .also_accept(same_meaning()),
             )?,
             stripe: build(
-                common()
+                accepting(common().fingerprint(same_meaning()), &self.fingerprint)
                     .methods([Method::POST])
-                    .missing_key(MissingKey::PassThrough)
-                    .fingerprint(same_meaning())
-                    .also_accept(Recipe::new()),
+                    .missing_key(MissingKey::PassThrough),
             )?,
             flavour,
             body_limit,
@@ -311,6 +338,16 @@ mod tests {
         assert!(rules(&["--body-limit", "1.5"]).is_err());
         assert!(rules(&["--response-limit", "4294967295"]).is_err());
         assert!(rules(&["--listen", "nowhere"]).is_err());
+    }
+
+    #[test]
+    fn recipes_are_named_and_there_are_not_more_than_a_record_is_compared_with() {
+        for recipes in ["bytes", "json", "json,bytes", "bytes,json"] {
+            assert!(rules(&["--fingerprint", recipes]).is_ok(), "{recipes}");
+        }
+        for recipes in ["", "xml", "json,", "json,bytes,json,bytes"] {
+            assert!(rules(&["--fingerprint", recipes]).is_err(), "{recipes}");
+        }
     }
 
     #[test]

@@ -25,6 +25,7 @@ mod form;
 mod ledger;
 mod payments;
 mod reconcile;
+mod runs;
 mod serve;
 mod source;
 mod store;

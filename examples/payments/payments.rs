@@ -18,6 +18,7 @@ use crate::answer::ApiError;
 use crate::app::App;
 use crate::books::Books;
 use crate::ledger::{Cause, NewPayment, Payment};
+use crate::runs::Run;
 use crate::source::{Source, When};
 use crate::stream;
 
@@ -59,8 +60,15 @@ pub(crate) async fn create(
 ) -> Answer {
     let (source, new) = parse_payment(&headers, &body)?;
     let cause = cause_of(&account, Some(&key), Some(&execution), "charge");
+    let run = Run::begins(&cause, execution.fence(), &new);
+    let answer = pay(&mut books, source, &cause, &new).await;
+    run.answers(&answer);
+    answer
+}
+
+async fn pay(books: &mut Books, source: Source, cause: &Cause, new: &NewPayment) -> Answer {
     before_the_charge(source, cause.attempt).await?;
-    let payment = books.charge(&cause, &new).await?;
+    let payment = books.charge(cause, new).await?;
     after_the_charge(source, cause.attempt).await?;
 
     if source == Source::Stream {

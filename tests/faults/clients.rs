@@ -3,9 +3,9 @@
 use tokio::io::AsyncWriteExt as _;
 use tokio::net::TcpStream;
 
-use crate::history::Promise;
+use crate::invariants::Promise;
 use crate::sandbox::{Call, Connection};
-use crate::site::{Site, is, is_paid, is_unknown, sleep};
+use crate::site::{Site, USUAL, is, is_paid, is_unknown, sleep};
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a2_a_broken_upload_leaves_no_trace() {
@@ -26,7 +26,10 @@ async fn a2_a_broken_upload_leaves_no_trace() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a4_another_request_is_a_mismatch_in_every_state_but_open() {
     let site = Site::start(&["--lease", "1", "--wait", "0"]).await;
-    let other = |key: &'static str| site.two.send(Call::pay_amount(key, "tok_visa", 7));
+    let other = async |key| {
+        let answer = site.history.ask(site.two.address, key, "tok_visa", 7).await;
+        answer.expect("an answer")
+    };
     // In flight, and after the end of the lease, before and after somebody found that out.
     let running = site.pay("killed", "tok_slow_60000");
     site.claimed().await;
@@ -41,33 +44,38 @@ async fn a4_another_request_is_a_mismatch_in_every_state_but_open() {
     is_paid(&site.settled_without_one("done", "tok_visa").await);
     is(&other("done").await, 422, "idempotency_key_reused");
     // Open: a corrected request may use the key.
-    site.two.send(Call::pay("open", "tok_unavailable")).await;
+    site.ask_two("open", "tok_unavailable").await;
     assert_eq!(other("open").await.status, 201);
+    is(&site.ask_two("open", "tok_unavailable").await, 422, "idempotency_key_reused");
     assert_eq!(site.two.charges().await, 2);
+    site.check(Promise::AtMostOnce).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a5_a_retry_gets_the_stored_answer_byte_for_byte() {
     let site = Site::start(&[]).await;
-    let first = site.one.send(Call::pay("k", "tok_visa")).await;
-    let retry = site.two.send(Call::pay("k", "tok_visa")).await;
+    let first = site.ask_one("k", "tok_visa").await;
+    let retry = site.ask_two("k", "tok_visa").await;
     assert!(!first.is_replay() && retry.is_replay());
     assert_eq!((first.status, &first.body), (retry.status, &retry.body));
     assert_eq!(first.header("location"), retry.header("location"));
     assert_eq!(site.two.charges().await, 1);
+    site.check(Promise::AtMostOnce).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a6_before_its_retention_a_key_is_replayed_and_after_it_new() {
     let site = Site::start(&["--retention", "2", "--lease", "0.5"]).await;
-    let first = site.one.send(Call::pay("k", "tok_visa")).await;
+    let first = site.ask_one("k", "tok_visa").await;
     sleep(1200).await;
-    assert!(site.two.send(Call::pay("k", "tok_visa")).await.is_replay());
+    assert!(site.ask_two("k", "tok_visa").await.is_replay());
     sleep(1000).await; // a replay extends nothing
-    let fresh = site.two.send(Call::pay("k", "tok_visa")).await;
+    let fresh = site.ask_two("k", "tok_visa").await;
     assert!(!fresh.is_replay());
     assert_ne!(first.id(), fresh.id());
     assert_eq!(site.two.charges().await, 2);
+    // With the retention ends what it is for: one effect, and one answer to it.
+    site.check_breaks(Promise::AtMostOnce, &["I1", "I2"]).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -77,9 +85,9 @@ async fn a7_a_storm_on_one_key_is_capped_and_charges_once() {
     site.claimed().await;
     let mut storm = Vec::new();
     for _ in 0..300 {
-        let (address, call) = (site.two.address, Call::pay("storm", "tok_slow_1500"));
+        let (address, history) = (site.two.address, site.history.clone());
         storm.push(tokio::spawn(async move {
-            Connection::open(address).await.unwrap().send(call).await.unwrap()
+            history.ask(address, "storm", "tok_slow_1500", USUAL).await.unwrap()
         }));
     }
     let (mut replays, mut refused) = (0, 0);
@@ -96,7 +104,9 @@ async fn a7_a_storm_on_one_key_is_capped_and_charges_once() {
     assert_eq!(running.await.unwrap().unwrap().status, 201);
     // 256 may wait for one key.
     assert!(replays >= 256 && refused > 0, "{replays} replays, {refused} refused");
+    is_paid(&site.settled("storm", "tok_slow_1500").await);
     assert_eq!(site.two.charges().await, 1);
+    site.check(Promise::AtMostOnce).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -106,6 +116,8 @@ async fn a8_a_client_that_forgot_its_key_makes_another_payment() {
         is_paid(&site.settled(key, "tok_visa").await);
     }
     assert_eq!(site.two.charges().await, 2, "as the README says");
+    // To everybody but this client they are two payments.
+    site.check(Promise::AtMostOnce).await;
 }
 
 /// B12 of the faults that people met: a record may vanish between two looks, and only a claim counts.

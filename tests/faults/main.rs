@@ -1,25 +1,37 @@
 //! The fault matrix with real processes: two servers, a Redis, a proxy between them, a ledger of its
-//! own without a unique constraint. Every row has an id; `rows.md` says which test shows it.
+//! own without a unique constraint. Every row has an id; `rows.md` says which test shows it. What clients were
+//! told, handlers did and the store held is a history (`history.rs`), and is held against what is promised
+//! (`invariants.rs`, and `invariants_refuse.rs` with a bad history for each).
 //!
-//! `FAULTS_KILLS` sets how many servers the random part kills, `FAULTS_SOAK` for how many minutes it
-//! goes on with new seeds, `FAULTS_SEED` repeats a run.
+//! `FAULTS_SOAK` sets for how many minutes the random part (`random/`) goes on with new seeds, `FAULTS_SEED`
+//! repeats a run, `FAULTS_KILLS` sets how many servers `load.rs` kills.
 #![cfg(unix)]
 #![allow(clippy::unwrap_used, reason = "in a test a panic is the report")]
 #![allow(unreachable_pub, reason = "a test program exports nothing")]
+#![allow(clippy::wildcard_enum_match_arm, reason = "one kind is told from all others")]
 
 mod clients;
+#[cfg(target_os = "linux")]
+mod clock;
 mod history;
+mod invariants;
+mod invariants_refuse;
 mod load;
 mod process;
+mod random;
 mod rows;
 mod site;
 mod store;
+mod versions;
 
 #[path = "../support/line.rs"]
 #[allow(dead_code, reason = "each test program uses a part of it")]
 mod line;
 #[path = "../support/named.rs"]
 mod named;
+#[path = "../support/postgres.rs"]
+#[allow(dead_code, reason = "each test program uses a part of it")]
+mod postgres;
 #[path = "../support/redis.rs"]
 #[allow(dead_code, reason = "each test program uses a part of it")]
 mod redis;

@@ -4,13 +4,19 @@ use std::net::SocketAddr;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use crate::history::{End, History, Promise};
+use tower_idempotency::RedisStore;
+
+use crate::history::{History, assert_breaks, assert_holds};
+use crate::invariants::{Broken, End, Promise};
 use crate::line::Proxy;
 use crate::redis::RedisServer;
-use crate::sandbox::{Answer, Call, Connection, Sandbox};
+use crate::sandbox::{Answer, Sandbox};
 
 /// Nothing here takes longer, except when it hangs.
 const PATIENCE: Duration = Duration::from_secs(30);
+
+/// What a payment is of, where that does not matter.
+pub(crate) const USUAL: u32 = 1999;
 
 pub(crate) struct Site {
     pub(crate) redis: RedisServer,
@@ -29,34 +35,64 @@ impl Site {
     }
 
     pub(crate) async fn with_redis(options: &[&str], args: &[&str]) -> Self {
-        let redis = RedisServer::start_with(options);
+        Self::on(RedisServer::start_with(options), args, args).await
+    }
+
+    /// With other arguments for each of the servers.
+    pub(crate) async fn on(redis: RedisServer, args: &[&str], args_of_two: &[&str]) -> Self {
         let proxy = Proxy::to(redis.port()).await;
         let folder = tempfile::tempdir().expect("a folder");
         let ledger = folder.path().join("ledger.db");
         let one = server(&proxy.redis_url(), &ledger, args);
-        let two = server(&redis.url(), &ledger, args);
-        Self { redis, proxy, one, two, history: History::default(), _folder: folder }
+        let two = server(&redis.url(), &ledger, args_of_two);
+        let lease = args.iter().skip_while(|arg| **arg != "--lease").nth(1);
+        let lease = lease.map_or(30.0, |lease| lease.parse().expect("seconds"));
+        let history = History::with_lease(Duration::from_secs_f64(lease));
+        Self { redis, proxy, one, two, history, _folder: folder }
     }
 
     /// Sends a payment of the usual amount to the first server, in the background.
     pub(crate) fn pay(&self, key: &str, source: &str) -> tokio::task::JoinHandle<Option<Answer>> {
-        let (address, call) = (self.one.address, Call::pay(key, source));
-        tokio::spawn(async move { Connection::open(address).await.ok()?.send(call).await.ok() })
+        let (history, address) = (self.history.clone(), self.one.address);
+        let (key, source) = (key.to_owned(), source.to_owned());
+        tokio::spawn(async move { history.ask(address, &key, &source, USUAL).await })
+    }
+
+    /// Sends a payment of the usual amount to the first server.
+    pub(crate) async fn ask_one(&self, key: &str, source: &str) -> Answer {
+        self.history.ask(self.one.address, key, source, USUAL).await.expect("an answer")
+    }
+
+    /// Sends a payment of the usual amount to the second server.
+    pub(crate) async fn ask_two(&self, key: &str, source: &str) -> Answer {
+        self.history.ask(self.two.address, key, source, USUAL).await.expect("an answer")
     }
 
     /// Asks both servers in turn until there is a final answer.
     pub(crate) async fn settled(&self, key: &str, source: &str) -> End {
         let addresses: [SocketAddr; 2] = [self.two.address, self.one.address];
-        self.history.pay_surely(&addresses, key, source, 1999).await
+        self.history.pay_surely(&addresses, key, source, USUAL).await
     }
 
     /// Asks the second server until there is a final answer; the first is gone.
     pub(crate) async fn settled_without_one(&self, key: &str, source: &str) -> End {
-        self.history.pay_surely(&[self.two.address], key, source, 1999).await
+        self.history.pay_surely(&[self.two.address], key, source, USUAL).await
     }
 
+    /// Fails if anything that is promised does not hold.
     pub(crate) async fn check(&self, promise: Promise) {
-        self.history.check(&self.two.ledger().await, promise);
+        assert_holds(&self.broken(promise).await);
+    }
+
+    /// Fails unless exactly this is broken: what the fault ends by its nature.
+    pub(crate) async fn check_breaks(&self, promise: Promise, expected: &[&str]) {
+        assert_breaks(&self.broken(promise).await, expected);
+    }
+
+    async fn broken(&self, promise: Promise) -> Vec<Broken> {
+        let store = RedisStore::connect(&self.redis.url()).await.expect("a store");
+        let evidence = self.history.evidence(&[&self.two, &self.one], &store).await;
+        evidence.broken(promise)
     }
 
     /// Waits until that many charges are in the ledger.
@@ -99,7 +135,7 @@ impl Site {
 }
 
 pub(crate) fn server(url: &str, ledger: &Path, args: &[&str]) -> Sandbox {
-    Sandbox::start_on(ledger, &[&["--store", url], args].concat())
+    Sandbox::start_telling_runs(Some(ledger), &[&["--store", url], args].concat())
 }
 
 #[track_caller]

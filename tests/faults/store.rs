@@ -5,16 +5,15 @@ use std::io::{Read as _, Write as _};
 use std::net::TcpStream;
 use std::time::Instant;
 
-use crate::history::{End, Promise};
+use crate::invariants::{End, Promise};
 use crate::line::Way;
-use crate::sandbox::Call;
 use crate::site::{Site, is, is_paid, ms, sleep};
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn c1_an_unreachable_redis_runs_nothing() {
     let site = Site::start(&[]).await;
     site.proxy.refuse();
-    let answer = site.one.send(Call::pay("k", "tok_visa")).await;
+    let answer = site.ask_one("k", "tok_visa").await;
     is(&answer, 503, "idempotency_store_unavailable");
     assert!(answer.header("retry-after").is_some());
     site.assert_hit();
@@ -30,7 +29,7 @@ async fn c2_a_claim_whose_reply_was_cut_off_is_recognised_as_ones_own() {
     for bytes in [0, 1, 5] {
         let site = Site::start(&[]).await;
         site.proxy.cut_after(Way::Down, bytes);
-        let answer = site.one.send(Call::pay("k", "tok_visa")).await;
+        let answer = site.ask_one("k", "tok_visa").await;
         site.assert_hit();
         assert_eq!(answer.status, 201, "{answer:?}");
         assert_eq!(answer.json()["attempt"], 1);
@@ -43,7 +42,7 @@ async fn c2_a_claim_whose_reply_was_cut_off_is_recognised_as_ones_own() {
 async fn c2_a_claim_that_never_arrives_is_given_up_and_its_key_is_free() {
     let site = Site::start(&[]).await;
     site.proxy.swallow(Way::Up);
-    let answer = site.one.send(Call::pay("k", "tok_visa")).await;
+    let answer = site.ask_one("k", "tok_visa").await;
     is(&answer, 503, "idempotency_store_unavailable");
     site.assert_hit();
     site.proxy.heal();
@@ -57,7 +56,7 @@ async fn c3_a_claim_that_arrives_late_has_nobody_behind_it_and_runs_nothing() {
     let claims = || site.redis.calls_of("evalsha") + site.redis.calls_of("eval");
     let before = claims();
     site.redis.stop();
-    let answer = site.one.send(Call::pay("k", "tok_visa")).await;
+    let answer = site.ask_one("k", "tok_visa").await;
     is(&answer, 503, "idempotency_store_unavailable");
     site.redis.cont();
     let end = Instant::now() + ms(10_000);
@@ -81,11 +80,7 @@ async fn c4_a_partition_under_a_running_handler_is_survived() {
     sleep(1500).await;
     site.assert_hit();
     // Its lease is over for everybody else.
-    is(
-        &site.two.send(Call::pay("k", "tok_charge_then_slow_2000")).await,
-        409,
-        "idempotency_outcome_unknown",
-    );
+    is(&site.ask_two("k", "tok_charge_then_slow_2000").await, 409, "idempotency_outcome_unknown");
     site.proxy.heal();
     let answer = running.await.unwrap().unwrap();
     assert_eq!(answer.status, 201, "{answer:?}");
@@ -160,7 +155,7 @@ async fn c8_a_slow_redis_refuses_within_bounds() {
             scope.spawn(move || redis.cli(fault));
             tokio::task::block_in_place(|| std::thread::sleep(ms(300)));
             let began = Instant::now();
-            let asked = site.one.send(Call::pay(&key, "tok_visa"));
+            let asked = site.ask_one(&key, "tok_visa");
             let answer =
                 tokio::task::block_in_place(|| tokio::runtime::Handle::current().block_on(asked));
             is(&answer, 503, "idempotency_store_unavailable");
@@ -249,11 +244,12 @@ async fn c10_a_restart_without_persistence_forgets_what_is_done_and_not_what_run
     assert_eq!(running.await.unwrap().unwrap().status, 201);
     is_paid(&site.settled("running", "tok_charge_then_slow_1500").await);
     assert_eq!(site.two.charges().await, 2, "its owner has put the record back");
-    site.check(Promise::AtMostOnce).await;
-    // The promise for the other is void, as the README says.
-    let fresh = site.two.send(Call::pay("done", "tok_visa")).await;
+    // The promise for the other is void, as the README says: it has an effect and no record of it.
+    site.check_breaks(Promise::AtMostOnce, &["I8"]).await;
+    let fresh = site.ask_two("done", "tok_visa").await;
     assert!(!fresh.is_replay());
     assert_eq!(site.two.charges().await, 3);
+    site.check_breaks(Promise::AtMostOnce, &["I1", "I2"]).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -272,11 +268,13 @@ async fn c11_a_power_cut_loses_the_last_write_and_nothing_before_it() {
     let log = OpenOptions::new().write(true).open(log.unwrap()).unwrap();
     log.set_len(log.metadata().unwrap().len() - 5).unwrap();
     site.redis.restart();
-    assert!(site.two.send(Call::pay("first", "tok_visa")).await.is_replay());
+    assert!(site.ask_two("first", "tok_visa").await.is_replay());
     // The last completion is gone, its claim is not: nothing runs.
     let end = site.settled("last", "tok_visa").await;
     assert!(matches!(end, End::Unknown), "{end:?}");
     assert_eq!(site.two.charges().await, 2);
+    // An answer is forgotten, and neither its effect nor that there may be one.
+    site.check(Promise::AtMostOnce).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -295,9 +293,10 @@ async fn c16_eviction_forgets_what_is_done_and_charges_again() {
     let evicted = site.redis.cli(&["info", "stats"]);
     assert!(!evicted.contains("evicted_keys:0"), "the fault was never hit");
     site.redis.cli(&["config", "set", "maxmemory", "0"]);
-    let fresh = site.two.send(Call::pay("k", "tok_visa")).await;
+    let fresh = site.ask_two("k", "tok_visa").await;
     assert!(!fresh.is_replay(), "as the README says");
     assert_eq!(site.two.charges().await, 2);
+    site.check_breaks(Promise::AtMostOnce, &["I1", "I2"]).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -307,12 +306,12 @@ async fn c17_a_full_redis_refuses_new_keys_and_lets_running_ones_finish() {
     let running = site.pay("running", "tok_charge_then_slow_1500");
     site.charged(2).await;
     site.redis.cli(&["config", "set", "maxmemory", "1"]);
-    let refused = site.one.send(Call::pay("new", "tok_visa")).await;
+    let refused = site.ask_one("new", "tok_visa").await;
     is(&refused, 503, "idempotency_store_unavailable");
-    assert!(site.one.send(Call::pay("done", "tok_visa")).await.is_replay());
+    assert!(site.ask_one("done", "tok_visa").await.is_replay());
     let answer = running.await.unwrap().unwrap();
     assert_eq!(answer.status, 201, "renewed and completed: {answer:?}");
-    assert!(site.two.send(Call::pay("running", "tok_charge_then_slow_1500")).await.is_replay());
+    assert!(site.ask_two("running", "tok_charge_then_slow_1500").await.is_replay());
     site.redis.cli(&["config", "set", "maxmemory", "0"]);
     is_paid(&site.settled("new", "tok_visa").await);
     site.check(Promise::AtMostOnce).await;
@@ -325,13 +324,16 @@ async fn c18_flushall_is_healed_by_who_runs_and_forgets_the_rest() {
     site.charged(1).await;
     site.redis.cli(&["flushall"]);
     sleep(500).await;
-    let twin = site.two.send(Call::pay("running", "tok_charge_then_slow_1200"));
+    let twin = site.ask_two("running", "tok_charge_then_slow_1200");
     assert!(twin.await.is_replay(), "it waited for the owner, who had put the record back");
     assert_eq!(running.await.unwrap().unwrap().status, 201);
     site.redis.cli(&["flushall"]);
-    let fresh = site.two.send(Call::pay("running", "tok_visa")).await;
+    site.check_breaks(Promise::AtMostOnce, &["I8"]).await; // an effect, and no record of it
+    // And another request may have the key.
+    let fresh = site.ask_two("running", "tok_visa").await;
     assert!(!fresh.is_replay(), "a finished record is gone, and with it the promise");
     assert_eq!(site.two.charges().await, 2);
+    site.check_breaks(Promise::AtMostOnce, &["I1", "I2", "I6"]).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -53,7 +53,8 @@ impl RedisServer {
         Self::start_program(Path::new("redis-server"), &["--sentinel", &primary.to_string()])
     }
 
-    fn start_program(program: &Path, options: &[&str]) -> Self {
+    /// Starts what takes the options of a Redis server and becomes one.
+    pub fn start_program(program: &Path, options: &[&str]) -> Self {
         // Between the look at a port and the start somebody else may take it: then another one.
         for _ in 0..20 {
             let folder = tempfile::tempdir().expect("a folder for the server");

@@ -6,6 +6,7 @@ use std::io::{BufRead as _, BufReader, Read as _};
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -27,6 +28,7 @@ pub(crate) struct Sandbox {
     pub(crate) ledger: PathBuf,
     output: Arc<Mutex<String>>,
     errors: Arc<Mutex<String>>,
+    hung_up: Arc<AtomicBool>,
     directory: Option<tempfile::TempDir>,
 }
 
@@ -41,8 +43,18 @@ fn program() -> &'static Path {
         build.args(["build", "--quiet", "--example", "payments", "--manifest-path"]);
         build.arg(Path::new(env!("CARGO_MANIFEST_DIR")).join("Cargo.toml"));
         build.arg("--target-dir").arg(profile.parent().expect("target"));
+        // Cargo tells a test which package it is of. Dependencies whose build looks at that would be built
+        // anew, and all that depends on them, by each cargo that is started with another word on it.
+        for (name, _) in std::env::vars_os() {
+            let text = name.to_string_lossy();
+            if text.starts_with("CARGO_PKG_") || text.starts_with("CARGO_MANIFEST_") {
+                build.env_remove(&name);
+            }
+        }
         // The same features as this test was built with: most of the time there is nothing to do.
-        if cfg!(feature = "conformance") {
+        if cfg!(feature = "mistakes") {
+            build.args(["--features", "mistakes"]);
+        } else if cfg!(feature = "conformance") {
             build.args(["--features", "conformance"]);
         }
         if profile.ends_with("release") {
@@ -88,18 +100,20 @@ fn wait_for(child: &mut Child) -> Option<ExitStatus> {
     None
 }
 
-/// Collects what a child says, so that it never blocks on a full pipe.
-fn collect(stream: impl std::io::Read + Send + 'static) -> Arc<Mutex<String>> {
+/// Collects what a child says, so that it never blocks on a full pipe; and whether that was all.
+fn collect(stream: impl std::io::Read + Send + 'static) -> (Arc<Mutex<String>>, Arc<AtomicBool>) {
     let text = Arc::new(Mutex::new(String::new()));
-    let shared = Arc::clone(&text);
+    let hung_up = Arc::new(AtomicBool::new(false));
+    let (shared, end) = (Arc::clone(&text), Arc::clone(&hung_up));
     thread::spawn(move || {
         for line in BufReader::new(stream).lines().map_while(Result::ok) {
             let mut text = shared.lock().expect("no holder panics");
             text.push_str(&line);
             text.push('\n');
         }
+        end.store(true, Ordering::SeqCst);
     });
-    text
+    (text, hung_up)
 }
 
 fn read(text: &Mutex<String>) -> String {
@@ -143,11 +157,30 @@ impl Sandbox {
         Self::spawn(command, ledger)
     }
 
-    fn spawn(mut command: Command, ledger: &Path) -> Self {
+    /// Starts with this ledger, or with the store's own, and says on standard error when a handler runs.
+    pub(crate) fn start_telling_runs(ledger: Option<&Path>, args: &[&str]) -> Self {
+        Self::try_telling_runs(ledger, args).unwrap_or_else(|said| panic!("no start: {said}"))
+    }
+
+    /// The same where it may refuse to start: what it said then.
+    pub(crate) fn try_telling_runs(ledger: Option<&Path>, args: &[&str]) -> Result<Self, String> {
+        let mut command = command(args);
+        command.env("RUST_LOG", "warn,payments::runs=debug");
+        if let Some(ledger) = ledger {
+            command.arg("--ledger").arg(ledger);
+        }
+        Self::try_spawn(command, ledger.unwrap_or(Path::new("")))
+    }
+
+    fn spawn(command: Command, ledger: &Path) -> Self {
+        Self::try_spawn(command, ledger).unwrap_or_else(|said| panic!("no start: {said}"))
+    }
+
+    fn try_spawn(mut command: Command, ledger: &Path) -> Result<Self, String> {
         command.args(["--listen", "127.0.0.1:0"]);
         let mut child = command.spawn().expect("the sandbox can be started");
-        let output = collect(child.stdout.take().expect("piped"));
-        let errors = collect(child.stderr.take().expect("piped"));
+        let (output, _) = collect(child.stdout.take().expect("piped"));
+        let (errors, hung_up) = collect(child.stderr.take().expect("piped"));
         let end = Instant::now() + PATIENCE;
         let address = loop {
             if let Some(first) = read(&output).lines().next() {
@@ -155,11 +188,15 @@ impl Sandbox {
                 break address.and_then(|address| address.parse().ok()).expect("the first line");
             }
             let ended = child.try_wait().expect("a child can be waited for");
-            let waiting = ended.is_none() && Instant::now() < end;
-            assert!(waiting, "no start: {ended:?} {}", read(&errors));
+            if ended.is_some() || Instant::now() >= end {
+                let _ = child.kill();
+                let _ = child.wait();
+                return Err(format!("{ended:?} {}", read(&errors)));
+            }
             thread::sleep(Duration::from_millis(5));
         };
-        Self { child, address, ledger: ledger.to_owned(), output, errors, directory: None }
+        let ledger = ledger.to_owned();
+        Ok(Self { child, address, ledger, output, errors, hung_up, directory: None })
     }
 
     /// Starts on the ledger of one that has ended.
@@ -172,6 +209,11 @@ impl Sandbox {
     /// What it has written to standard output and standard error so far.
     pub(crate) fn said(&self) -> (String, String) {
         (read(&self.output), read(&self.errors))
+    }
+
+    /// True once it has ended and nothing of what it has written is missing.
+    pub(crate) fn has_hung_up(&self) -> bool {
+        self.hung_up.load(Ordering::SeqCst)
     }
 
     /// Its process id.
