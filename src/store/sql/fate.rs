@@ -150,7 +150,7 @@ async fn confirm<DB: Backend>(session: &mut Session<DB>, key: StorageKey) -> sql
         let row = DB::look(connection, key, Lock::None).await?.row;
         let (record, _) = row.ok_or(sqlx::Error::RowNotFound)?;
         let state = record.get(1).copied().map_or(0, i16::from);
-        let row = Row { key, state, record: record.into(), expires: None };
+        let row = Row { key, state, record, expires: None };
         DB::update(connection, row).await?;
         session.commit().await
     };

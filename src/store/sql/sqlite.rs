@@ -7,13 +7,14 @@ use sqlx::sqlite::{
     SqliteConnectOptions, SqliteConnection, SqliteJournalMode, SqlitePool, SqlitePoolOptions,
     SqliteSynchronous,
 };
-use sqlx::{SqlSafeStr as _, Sqlite};
+use sqlx::{SqlSafeStr as _, SqlStr, Sqlite};
 
 use super::inspect::{inspect, inspected};
 use super::lease::LeaseCore;
 use super::transactional::{Core, SAVEPOINT, Texts};
-use super::{Weight, backend, not_done, store};
+use super::{Backend as _, Lock, Opening, Peeked, Row, Weight, backend, not_done, store};
 use crate::error::{StoreError, StoreErrorKind};
+use crate::scope::StorageKey;
 
 /// The table, for a migration of one's own. [`SqliteStore::migrate`] runs it; it may run again.
 pub const SCHEMA: &str = "\
@@ -64,13 +65,67 @@ impl Sql {
              WHERE expires_at <= CAST(strftime('%s', 'now') AS INTEGER) * 1000
                                    + CAST(substr(strftime('%f', 'now'), 4) AS INTEGER)
              ORDER BY expires_at LIMIT $1)";
-    const MEND: Option<&str> = Some("BEGIN");
     const REMOTE: bool = false;
+    const CLOSE: &str = "
+        UPDATE idempotency_records
+           SET state = $2, record = $3, expires_at = COALESCE($4, expires_at)
+         WHERE storage_key = $1 AND record = $5";
+    /// One way to the thread of the connection instead of three. The driver keeps each of the statements
+    /// prepared.
+    const OPEN: &str = "
+        BEGIN IMMEDIATE;
+        INSERT INTO idempotency_records (storage_key, state, record, expires_at)
+        VALUES ($1, $2, $3, $4);
+        SAVEPOINT idempotency_claim";
 
     /// SQLITE_NOMEM, SQLITE_INTERRUPT, SQLITE_IOERR, SQLITE_FULL
     /// (<https://www.sqlite.org/lang_transaction.html>, "response to errors within a transaction").
     fn ends(code: &str) -> bool {
         matches!(code.parse::<u32>().map(|code| code & 0xff), Ok(7 | 9 | 10 | 13))
+    }
+
+    async fn peek(connection: &mut SqliteConnection, key: StorageKey) -> sqlx::Result<Peeked> {
+        let found = Sqlite::look(connection, key, Lock::None).await?;
+        Ok(Peeked { found, able: true })
+    }
+
+    async fn enable(_: &mut SqliteConnection) -> sqlx::Result<()> {
+        Ok(())
+    }
+
+    async fn open(connection: &mut SqliteConnection, _: &Opening, row: &Row) -> sqlx::Result<()> {
+        sqlx::query(Self::OPEN)
+            .bind(&row.key.as_bytes()[..])
+            .bind(row.state)
+            .bind(&row.record[..])
+            .bind(row.expires)
+            .execute(connection)
+            .await
+            .map(drop)
+    }
+
+    // Transactions are begun and ended by statements, not by the driver's own commands: these are parsed
+    // anew each time, and count a transaction that the database has ended by itself as open.
+
+    async fn begin(connection: &mut SqliteConnection, sql: SqlStr) -> sqlx::Result<()> {
+        sqlx::query(sql).execute(connection).await.map(drop)
+    }
+
+    async fn commit(connection: &mut SqliteConnection) -> sqlx::Result<()> {
+        sqlx::query("COMMIT").execute(connection).await.map(drop)
+    }
+
+    /// SQLite may have done it already, when a disk was full: then there is nothing to roll back, and
+    /// something can be begun.
+    async fn rollback(connection: &mut SqliteConnection) -> sqlx::Result<()> {
+        let rollback = "ROLLBACK";
+        match sqlx::query(rollback).execute(&mut *connection).await {
+            Ok(_) => Ok(()),
+            Err(_) => {
+                sqlx::query("BEGIN").execute(&mut *connection).await?;
+                sqlx::query(rollback).execute(connection).await.map(drop)
+            }
+        }
     }
 }
 
@@ -151,7 +206,9 @@ impl SqliteStore {
     fn new(pool: SqlitePool) -> Self {
         let lease = LeaseCore::new(pool.clone(), BEGIN.into_sql_str());
         let claimed = SAVEPOINT.into_sql_str();
-        let texts = Texts { begin: BEGIN.into_sql_str(), claimed, unlimited: None, patience: None };
+        let opening = Opening { before: Box::default(), behind: Box::default() };
+        let begin = BEGIN.into_sql_str();
+        let texts = Texts { begin, claimed, opening, unlimited: None, patience: None };
         Self(Core::new(pool, 1, texts, lease))
     }
 

@@ -3,21 +3,21 @@
 use std::fmt;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
+use bytes::Bytes;
 use sqlx::{Pool, SqlStr};
-use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
-use tokio::time::timeout;
+use tokio::sync::{Semaphore, watch};
 
-use super::desk::{Desk, Seat};
+use super::desk::Desk;
 use super::lease::LeaseCore;
-use super::session::{ANSWER_WITHIN, Session, bounded};
+use super::session::bounded;
 use super::tx::{Open, Unit};
-use super::{Backend, Lock, Weight, maybe_done, not_done, step, task_gone, weigh};
+use super::{Backend, Opening, Row, Weight, step, task_gone, weigh};
 use crate::error::{StoreError, StoreErrorKind};
 use crate::record::{
-    self, Change, Claim, ClaimOutcome, CompleteOutcome, Completion, Owner, Release, ReleaseOutcome,
-    RenewOutcome, Renewal, Resolution, ResolveOutcome, Step, Writes,
+    self, Change, Claim, ClaimOutcome, CompleteOutcome, Completion, Current, Millis, Owner,
+    Release, ReleaseOutcome, RenewOutcome, Renewal, Resolution, ResolveOutcome, Step, Writes,
 };
 use crate::scope::StorageKey;
 use crate::store::Lease;
@@ -30,7 +30,9 @@ pub(super) struct Shared<DB: Backend> {
     pub(super) texts: Texts,
     desk: Arc<Desk>,
     /// The right to have a transaction open.
-    turns: Arc<Semaphore>,
+    pub(super) turns: Arc<Semaphore>,
+    /// How often one was given.
+    pub(super) turned: AtomicUsize,
     /// How many turns there are.
     turns_max: usize,
     /// How many of them wait to be told what became of a COMMIT, and nobody knows when.
@@ -44,6 +46,8 @@ pub(super) struct Texts {
     pub(super) begin: SqlStr,
     /// After the claim: sets the handler's limits, and the savepoint.
     pub(super) claimed: SqlStr,
+    /// All of that in one message, around the claim of a key that nobody has.
+    pub(super) opening: Opening,
     /// Before COMMIT, which has no limit at the server: one that is cancelled while it waits for a standby
     /// reports a success that may still be lost.
     pub(super) unlimited: Option<SqlStr>,
@@ -56,15 +60,33 @@ pub(super) struct Texts {
 pub(super) const SAVEPOINT: &str = "SAVEPOINT idempotency_claim";
 const UNDO: &str = "ROLLBACK TO SAVEPOINT idempotency_claim";
 
-/// How long a claim waits for its turn and for a connection. Its caller asks for seconds at most;
-/// whoever waits longer finds nobody.
-const TURN_WITHIN: Duration = Duration::from_secs(10);
-
 /// A run with an open transaction: what the lease carries.
-struct Running<DB: Backend> {
+pub(super) struct Running<DB: Backend> {
     unit: Arc<Unit<DB>>,
+    /// What the row of the key says in this transaction, if it is known.
+    claimed: Option<Claimed>,
     /// The end that is under way, or was reached.
     ending: Mutex<Option<watch::Receiver<Option<Ended>>>>,
+}
+
+/// A row that this transaction has written.
+pub(super) struct Claimed {
+    pub(super) record: Bytes,
+    pub(super) clock: Clock,
+}
+
+/// The database's clock, as it was read, and how long ago.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Clock {
+    pub(super) at: Millis,
+    pub(super) read: Instant,
+}
+
+impl Clock {
+    pub(super) fn now(&self) -> Millis {
+        let since = u64::try_from(self.read.elapsed().as_millis()).unwrap_or(u64::MAX);
+        Millis(self.at.0.saturating_add(since))
+    }
 }
 
 /// How a run ended.
@@ -93,8 +115,8 @@ impl<DB: Backend> Clone for Core<DB> {
 impl<DB: Backend> Core<DB> {
     pub(super) fn new(pool: Pool<DB>, turns: usize, texts: Texts, lease: LeaseCore<DB>) -> Self {
         let (turns_max, turns) = (turns, Arc::new(Semaphore::new(turns)));
-        let (desk, adrift) = (Arc::default(), AtomicUsize::new(0));
-        Self(Arc::new(Shared { pool, texts, desk, turns, turns_max, adrift, lease }))
+        let (desk, adrift, turned) = (Arc::default(), AtomicUsize::new(0), AtomicUsize::new(0));
+        Self(Arc::new(Shared { pool, texts, desk, turns, turned, turns_max, adrift, lease }))
     }
 
     pub(super) fn name(&self) -> &'static str {
@@ -121,105 +143,6 @@ impl<DB: Backend> Core<DB> {
         let core = self.clone();
         let work = move |seat| async move { core.open(key, claim, seat).await };
         self.0.desk.claim(key, claim, work).await
-    }
-
-    /// Makes a claim. Runs in a task that nobody drops: a BEGIN that is dropped on its way leaves an
-    /// open transaction in the pool.
-    async fn open(
-        self,
-        key: StorageKey,
-        claim: Claim,
-        seat: Seat,
-    ) -> Result<ClaimOutcome<Lease>, StoreError> {
-        let failed = |error| not_done::<DB>("claim", error);
-        let mut looked = false;
-        let turn = match Arc::clone(&self.0.turns).try_acquire_owned() {
-            Ok(turn) => turn,
-            Err(_) => {
-                // An answer that stands already needs no turn.
-                let mut session = Session::acquire(&self.0.pool).await.map_err(failed)?;
-                if let Some(outcome) = stands::<DB>(&mut session, key, &claim).await? {
-                    return Ok(outcome);
-                }
-                drop(session);
-                looked = true;
-                self.turn().await?
-            }
-        };
-        let mut session = Session::acquire(&self.0.pool).await.map_err(failed)?;
-        if !looked && let Some(outcome) = stands::<DB>(&mut session, key, &claim).await? {
-            return Ok(outcome);
-        }
-        match session.begun(self.0.texts.begin.clone()).await {
-            Ok(session) => self.take(key, claim, Open::new(session, seat, turn)).await,
-            Err(error) => Self::refused(error),
-        }
-    }
-
-    async fn turn(&self) -> Result<OwnedSemaphorePermit, StoreError> {
-        let turn = Arc::clone(&self.0.turns).acquire_owned();
-        match timeout(TURN_WITHIN, turn).await {
-            Ok(Ok(turn)) => Ok(turn),
-            Ok(Err(_)) | Err(_) => {
-                Err(StoreError::new(StoreErrorKind::Unavailable, DB::STORE, "claim"))
-            }
-        }
-    }
-
-    /// Claims the key in an open transaction.
-    async fn take(
-        &self,
-        key: StorageKey,
-        claim: Claim,
-        mut open: Open<DB>,
-    ) -> Result<ClaimOutcome<Lease>, StoreError> {
-        let claimed = async {
-            let connection = open.session()?.connection()?;
-            let verb = |current, now| record::claim(current, now, &claim);
-            let outcome = step::<DB, _>(connection, key, &verb).await?;
-            if let ClaimOutcome::Acquired(_) = &outcome {
-                DB::run(connection, self.0.texts.claimed.clone()).await?;
-            }
-            Ok::<_, sqlx::Error>(outcome)
-        };
-        let claimed = bounded::<DB, _>(ANSWER_WITHIN, claimed).await;
-        let grant = match open.session().and_then(|session| session.seen(claimed)) {
-            Ok(ClaimOutcome::Acquired(grant)) => grant,
-            Ok(outcome @ ClaimOutcome::Indeterminate(_)) => {
-                // The record says so from now on.
-                let committed = async { open.session()?.commit().await };
-                let committed = bounded::<DB, _>(ANSWER_WITHIN, committed).await;
-                let committed = open.session().and_then(|session| session.seen(committed));
-                committed.map_err(|error| maybe_done::<DB>("claim", error))?;
-                return Ok(outcome.map(|_| unreachable!("an outcome without a grant")));
-            }
-            Ok(outcome) => {
-                open.rollback().await;
-                return Ok(outcome.map(|_| unreachable!("an outcome without a grant")));
-            }
-            Err(error) => {
-                open.rollback().await;
-                return Self::refused(error);
-            }
-        };
-        let unit = Arc::new(Unit::new(open, self.0.texts.patience));
-        let running = Running { unit: Arc::clone(&unit), ending: Mutex::default() };
-        let mut lease = Lease::new(key, &claim, grant).repeatable();
-        lease.attachments_mut().insert(unit);
-        lease.attachments_mut().insert(Arc::new(running));
-        Ok(ClaimOutcome::Acquired(lease))
-    }
-
-    fn refused(error: sqlx::Error) -> Result<ClaimOutcome<Lease>, StoreError> {
-        match weigh::<DB>(&error) {
-            Weight::Locked => Ok(ClaimOutcome::InFlight { remaining: Duration::ZERO }),
-            Weight::Conflict
-            | Weight::Lost
-            | Weight::Unreached
-            | Weight::Full
-            | Weight::Constraint
-            | Weight::Refused => Err(not_done::<DB>("claim", error)),
-        }
     }
 
     /// There is nothing to renew: the open transaction is the lease.
@@ -319,19 +242,25 @@ impl<DB: Backend> Core<DB> {
         end: End,
     ) -> watch::Receiver<Option<Ended>> {
         let (tell, told) = watch::channel(None);
-        let (core, unit) = (self.clone(), Arc::clone(&running.unit));
+        let (core, running) = (self.clone(), Arc::clone(running));
         let (key, owner) = (lease.key(), *lease.owner());
         tokio::spawn(async move {
-            let ended = core.finish(&unit, key, &owner, &end).await;
+            let ended = core.finish(&running, key, &owner, &end).await;
             tell.send_replace(Some(ended));
         });
         told
     }
 
-    async fn finish(&self, unit: &Unit<DB>, key: StorageKey, owner: &Owner, end: &End) -> Ended {
+    async fn finish(
+        &self,
+        running: &Running<DB>,
+        key: StorageKey,
+        owner: &Owner,
+        end: &End,
+    ) -> Ended {
         let undone = Ended::Told(CompleteOutcome::RolledBack);
-        let held = unit.close();
-        let failure = unit.failure();
+        let held = running.unit.close();
+        let failure = running.unit.failure();
         let Some(mut open) = held else {
             tracing::error!(
                 key = %key.in_logs(),
@@ -377,7 +306,7 @@ impl<DB: Backend> Core<DB> {
             open.rollback().await;
             return undone;
         }
-        match self.store(&mut open, key, owner, completion).await {
+        match self.store(&mut open, running.claimed.as_ref(), key, owner, completion).await {
             Ok(CompleteOutcome::Stored) => {}
             Ok(outcome) => {
                 tracing::error!(key = %key.in_logs(), ?outcome, "the claim has vanished from its transaction");
@@ -396,6 +325,7 @@ impl<DB: Backend> Core<DB> {
     async fn store(
         &self,
         open: &mut Open<DB>,
+        claimed: Option<&Claimed>,
         key: StorageKey,
         owner: &Owner,
         completion: &Completion,
@@ -406,6 +336,18 @@ impl<DB: Backend> Core<DB> {
                 DB::run(connection, sqlx::SqlSafeStr::into_sql_str(UNDO)).await?;
             }
             let verb = |current, now| record::complete(current, now, owner, completion);
+            if let Some(Claimed { record, clock }) = claimed {
+                // Nobody else can have changed what this transaction has written; whether the handler
+                // has, the statement sees.
+                let current = Current::from_stored(Some(record.clone()));
+                let Step { change, outcome } = verb(current, clock.now());
+                if let Change::Write { record: completed, expires } = change {
+                    let row = Row::new(key, &completed, expires);
+                    if DB::close(connection, record.clone(), row).await? == 1 {
+                        return Ok(outcome);
+                    }
+                }
+            }
             let outcome = step::<DB, _>(connection, key, &verb).await?;
             if let Some(unlimited) = &self.0.texts.unlimited {
                 DB::run(connection, unlimited.clone()).await?;
@@ -436,20 +378,6 @@ impl<DB: Backend> Core<DB> {
     }
 }
 
-/// What is known of a key without claiming it, if that is an answer.
-async fn stands<DB: Backend>(
-    session: &mut Session<DB>,
-    key: StorageKey,
-    claim: &Claim,
-) -> Result<Option<ClaimOutcome<Lease>>, StoreError> {
-    let look = async { DB::look(session.connection()?, key, Lock::None).await };
-    let found = bounded::<DB, _>(ANSWER_WITHIN, look).await;
-    let found = session.seen(found).map_err(|error| not_done::<DB>("claim", error))?;
-    let (current, now) = found.current();
-    let Step { change, outcome } = record::claim(current, now, claim);
-    Ok((change == Change::Keep).then(|| outcome.map(|_| unreachable!("a grant without a change"))))
-}
-
 fn running<DB: Backend>(lease: &Lease) -> Option<&Arc<Running<DB>>> {
     lease.attachments().get::<Arc<Running<DB>>>()
 }
@@ -461,6 +389,12 @@ impl<DB: Backend> fmt::Debug for Core<DB> {
             .field("desk", &self.0.desk)
             .field("turns", &self.0.turns.available_permits())
             .finish_non_exhaustive()
+    }
+}
+
+impl<DB: Backend> Running<DB> {
+    pub(super) fn new(unit: Arc<Unit<DB>>, claimed: Option<Claimed>) -> Self {
+        Self { unit, claimed, ending: Mutex::default() }
     }
 }
 
