@@ -1,15 +1,11 @@
 //! A claim in a transaction of its own: a look, and if nobody has the key, one message that opens the
 //! transaction and takes it.
 
-use std::pin::pin;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use tokio::sync::OwnedSemaphorePermit;
-use tokio::time::timeout;
-
 use super::desk::Seat;
+use super::line::Turn;
 use super::session::{ANSWER_WITHIN, Session, bounded};
 use super::transactional::{Claimed, Clock, Core, Running};
 use super::tx::{Open, Unit};
@@ -19,21 +15,12 @@ use crate::record::{self, Change, Claim, ClaimOutcome, Current, Grant, Step};
 use crate::scope::StorageKey;
 use crate::store::Lease;
 
-/// How long a claim waits for its turn and for a connection. Its caller asks for seconds at most;
-/// whoever waits longer finds nobody.
-const TURN_WITHIN: Duration = Duration::from_secs(10);
-/// How long nobody may have got a turn until whoever waits for one looks first if there is an answer
-/// already, which needs none.
-const TURN_SOON: Duration = Duration::from_millis(10);
-/// And how often that is waited for while the line moves. A look beside the line is work for the
-/// database, which has enough of it when there is a line.
-const TURN_STEPS: u32 = 10;
 /// A claim that took longer than this waited for somebody, and what it says of the time is old.
 const CLAIM_FRESH: Duration = Duration::from_millis(10);
 
 impl<DB: Backend> Core<DB> {
-    /// Makes a claim. Runs in a task that nobody drops: a BEGIN that is dropped on its way leaves an
-    /// open transaction in the pool.
+    /// Makes a claim. Nobody drops it: a BEGIN that is dropped on its way leaves an open transaction in the
+    /// pool.
     pub(super) async fn open(
         self,
         key: StorageKey,
@@ -41,23 +28,25 @@ impl<DB: Backend> Core<DB> {
         seat: Seat,
     ) -> Result<ClaimOutcome<Lease>, StoreError> {
         let failed = |error| not_done::<DB>("claim", error);
-        let turn = {
-            let mut turn = pin!(self.turn());
-            match self.soon(turn.as_mut()).await {
-                Some(turn) => turn?,
-                None => {
-                    let mut session = Session::acquire(self.pool()).await.map_err(failed)?;
-                    let peeked = session.peek(key).await.map_err(failed)?;
-                    if let Some(outcome) = stands(&peeked.found, &claim) {
-                        return Ok(outcome);
-                    }
-                    drop(session);
-                    turn.await?
-                }
+        let line = &self.shared().line;
+        // An answer that stands already needs no turn.
+        let beside = async {
+            let looked = async { Session::acquire(self.pool()).await?.peek(key).await };
+            match looked.await {
+                Ok(peeked) => stands(&peeked.found, &claim).map(Ok),
+                Err(error) => Some(Err(failed(error))),
             }
         };
-        let (mut session, peeked) = self.look(key).await.map_err(failed)?;
+        let (turn, session) = match line.turn(beside).await {
+            Ok(Turn { turn, session }) => (turn, session),
+            Err(Some(answer)) => return answer,
+            Err(None) => {
+                return Err(StoreError::new(StoreErrorKind::Unavailable, DB::STORE, "claim"));
+            }
+        };
+        let (mut session, peeked) = self.look(key, session).await.map_err(failed)?;
         if let Some(outcome) = stands(&peeked.found, &claim) {
+            line.hand_on(session);
             return Ok(outcome);
         }
         // A row that is there, though past its retention, is judged under its lock.
@@ -75,47 +64,27 @@ impl<DB: Backend> Core<DB> {
                 }
             }
         }
-        match session.begun(self.shared().texts.begin.clone()).await {
-            Ok(session) => self.take(key, claim, Open::new(session, seat, turn)).await,
+        match Box::pin(session.begun(self.shared().texts.begin.clone())).await {
+            Ok(session) => Box::pin(self.take(key, claim, Open::new(session, seat, turn))).await,
             Err(error) => Self::refused(error),
         }
     }
 
-    async fn turn(&self) -> Result<OwnedSemaphorePermit, StoreError> {
-        let turn = Arc::clone(&self.shared().turns).acquire_owned();
-        match timeout(TURN_WITHIN, turn).await {
-            Ok(Ok(turn)) => {
-                self.shared().turned.fetch_add(1, Ordering::Relaxed);
-                Ok(turn)
-            }
-            Ok(Err(_)) | Err(_) => {
-                Err(StoreError::new(StoreErrorKind::Unavailable, DB::STORE, "claim"))
-            }
-        }
-    }
-
-    /// Waits for a turn while others get theirs.
-    async fn soon<T>(&self, mut turn: std::pin::Pin<&mut impl Future<Output = T>>) -> Option<T> {
-        for _ in 0..TURN_STEPS {
-            let before = self.shared().turned.load(Ordering::Relaxed);
-            if let Ok(turn) = timeout(TURN_SOON, turn.as_mut()).await {
-                return Some(turn);
-            }
-            if self.shared().turned.load(Ordering::Relaxed) == before {
-                break;
-            }
-        }
-        None
-    }
-
     /// Looks, with a connection that may turn out to be dead: nothing has happened on it, and there are
     /// others.
-    async fn look(&self, key: StorageKey) -> sqlx::Result<(Session<DB>, Peeked)> {
-        let mut session = Session::acquire_untested(self.pool()).await?;
+    async fn look(
+        &self,
+        key: StorageKey,
+        handed: Option<Session<DB>>,
+    ) -> sqlx::Result<(Session<DB>, Peeked)> {
+        let mut session = match handed {
+            Some(session) => session,
+            None => Session::acquire_untested(self.pool()).await?,
+        };
         match session.peek(key).await {
             Ok(peeked) => Ok((session, peeked)),
             Err(error) if weigh::<DB>(&error) == Weight::Lost => {
-                let mut session = Session::acquire(self.pool()).await?;
+                let mut session = Box::pin(Session::acquire(self.pool())).await?;
                 let peeked = session.peek(key).await?;
                 Ok((session, peeked))
             }

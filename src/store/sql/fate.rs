@@ -51,7 +51,10 @@ impl<DB: Backend> Core<DB> {
             }
         };
         match answered {
-            Ok(Ok(())) => return Ended::Told(CompleteOutcome::Stored),
+            Ok(Ok(())) => {
+                self.shared().line.hand_on(session);
+                return Ended::Told(CompleteOutcome::Stored);
+            }
             Ok(Err(error)) => match weigh::<DB>(&error) {
                 Weight::Lost => {
                     tracing::warn!(key = %key.in_logs(), %error, "COMMIT was not answered")

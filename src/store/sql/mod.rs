@@ -19,6 +19,7 @@ mod desk;
 mod fate;
 mod inspect;
 mod lease;
+mod line;
 mod notice;
 #[cfg(feature = "postgres")]
 pub mod postgres;
@@ -27,6 +28,7 @@ mod session;
 pub mod sqlite;
 mod transactional;
 mod tx;
+mod unstoppable;
 
 use bytes::Bytes;
 use futures_util::future::BoxFuture;

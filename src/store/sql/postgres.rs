@@ -10,6 +10,7 @@ use sqlx_core::transaction::TransactionManager as _;
 
 use super::inspect::{inspect, inspected};
 use super::lease::LeaseCore;
+use super::line::{Handing, Line};
 use super::session::reason;
 use super::transactional::{Core, SAVEPOINT, Texts};
 use super::{Found, Opening, Peeked, Row, Weight, backend, not_done, store};
@@ -323,22 +324,15 @@ impl PostgresStore {
     /// # Errors
     /// [`StoreError`] if the URL is not one, or the server cannot be reached.
     pub async fn connect(url: &str) -> Result<Self, StoreError> {
-        Ok(Self::from_pool(
-            connect(
-                url,
-                PgPoolOptions::new().test_before_acquire(false).before_acquire(
-                    |connection, about| {
-                        Box::pin(async move {
-                            if about.idle_for > TRUSTED {
-                                connection.ping().await?;
-                            }
-                            Ok(true)
-                        })
-                    },
-                ),
-            )
-            .await?,
-        ))
+        let pool = PgPoolOptions::new().test_before_acquire(false).before_acquire(|line, about| {
+            Box::pin(async move {
+                if about.idle_for > TRUSTED {
+                    line.ping().await?;
+                }
+                Ok(true)
+            })
+        });
+        Ok(Self::builder(connect(url, pool).await?).make(Handing::On))
     }
 
     /// On a pool that is there.
@@ -410,6 +404,10 @@ impl PostgresStoreBuilder {
     /// Makes the store.
     #[must_use]
     pub fn build(self) -> PostgresStore {
+        self.make(Handing::Off)
+    }
+
+    fn make(self, handing: Handing) -> PostgresStore {
         let Self { pool, isolation, lock_timeout, idle_timeout, statement_timeout } = self;
         let level = match isolation {
             Isolation::ReadCommitted => "READ COMMITTED",
@@ -442,7 +440,7 @@ impl PostgresStoreBuilder {
         let patience = Some(statement_timeout.saturating_add(SILENCE));
         let unlimited = Some("SET LOCAL statement_timeout = 0".into_sql_str());
         let texts = Texts { begin, claimed, opening, unlimited, patience };
-        PostgresStore(Core::new(pool, turns, texts, lease))
+        PostgresStore(Core::new(pool, Line::new(turns, handing), texts, lease))
     }
 }
 

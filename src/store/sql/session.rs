@@ -6,7 +6,7 @@
 //! the pool is free for another one.
 
 use std::future::Future;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use sqlx::pool::PoolConnection;
 use sqlx::{Connection as _, Pool, SqlStr};
@@ -56,6 +56,7 @@ pub(super) struct Session<DB: Backend> {
     /// None when it was closed or given back.
     connection: Option<PoolConnection<DB>>,
     open: bool,
+    since: Instant,
 }
 
 impl<DB: Backend> Session<DB> {
@@ -90,7 +91,9 @@ impl<DB: Backend> Session<DB> {
             }
         };
         match acquired {
-            Ok(connection) => Ok(Self { connection: Some(connection), open: false }),
+            Ok(connection) => {
+                Ok(Self { connection: Some(connection), open: false, since: Instant::now() })
+            }
             Err(error) => Err(reason(pool, error).await),
         }
     }
@@ -117,6 +120,11 @@ impl<DB: Backend> Session<DB> {
         let opened = DB::open(self.connection()?, opening, row);
         let opened = bounded::<DB, _>(ANSWER_WITHIN, opened).await;
         self.seen(opened)
+    }
+
+    /// How long it has been out of its pool.
+    pub(super) fn age(&self) -> Duration {
+        self.since.elapsed()
     }
 
     pub(super) fn connection(&mut self) -> sqlx::Result<&mut DB::Connection> {
@@ -179,11 +187,11 @@ impl<DB: Backend> Session<DB> {
 impl<DB: Backend> Drop for Session<DB> {
     /// Gives the connection back, with nothing open on it.
     fn drop(&mut self) {
-        let (connection, open) = (self.connection.take(), self.open);
+        let (connection, open, since) = (self.connection.take(), self.open, self.since);
         let Some(connection) = connection else { return };
         match tokio::runtime::Handle::try_current() {
             Ok(runtime) => {
-                let mut session = Self { connection: None, open };
+                let mut session = Self { connection: None, open, since };
                 runtime.spawn(async move {
                     session.connection = Some(connection);
                     session.rollback().await;

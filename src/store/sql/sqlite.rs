@@ -11,6 +11,7 @@ use sqlx::{SqlSafeStr as _, SqlStr, Sqlite};
 
 use super::inspect::{inspect, inspected};
 use super::lease::LeaseCore;
+use super::line::{Handing, Line};
 use super::transactional::{Core, SAVEPOINT, Texts};
 use super::{Backend as _, Lock, Opening, Peeked, Row, Weight, backend, not_done, store};
 use crate::error::{StoreError, StoreErrorKind};
@@ -190,7 +191,7 @@ impl SqliteStore {
     /// [`StoreError`] if it cannot be opened. `:memory:` is refused: a database in memory belongs to
     /// one connection.
     pub async fn open(path: impl AsRef<Path>) -> Result<Self, StoreError> {
-        Ok(Self::new(open(path.as_ref()).await?))
+        Ok(Self::new(open(path.as_ref()).await?, Handing::On))
     }
 
     /// On a pool that is there.
@@ -200,16 +201,16 @@ impl SqliteStore {
     /// be `FULL` (or `EXTRA`), which is the default.
     pub async fn from_pool(pool: SqlitePool) -> Result<Self, StoreError> {
         durable(&pool).await?;
-        Ok(Self::new(pool))
+        Ok(Self::new(pool, Handing::Off))
     }
 
-    fn new(pool: SqlitePool) -> Self {
+    fn new(pool: SqlitePool, handing: Handing) -> Self {
         let lease = LeaseCore::new(pool.clone(), BEGIN.into_sql_str());
         let claimed = SAVEPOINT.into_sql_str();
         let opening = Opening { before: Box::default(), behind: Box::default() };
         let begin = BEGIN.into_sql_str();
         let texts = Texts { begin, claimed, opening, unlimited: None, patience: None };
-        Self(Core::new(pool, 1, texts, lease))
+        Self(Core::new(pool, Line::new(1, handing), texts, lease))
     }
 
     /// Makes the table if it is not there.
@@ -306,7 +307,8 @@ fn options(path: &Path) -> Result<SqliteConnectOptions, StoreError> {
 async fn connect(options: SqliteConnectOptions) -> Result<SqlitePool, StoreError> {
     let mut tries = 0;
     loop {
-        let pool = SqlitePoolOptions::new().max_connections(CONNECTIONS);
+        // A connection to a file is a thread of this process: asked or not, it is there.
+        let pool = SqlitePoolOptions::new().max_connections(CONNECTIONS).test_before_acquire(false);
         match pool.connect_with(options.clone()).await {
             // Several processes may make the file at the same moment; SQLite lets one of them do it,
             // and refuses the others without waiting.

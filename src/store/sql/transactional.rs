@@ -1,18 +1,23 @@
 //! One transaction for key, effect and answer. The same for both databases.
 
 use std::fmt;
+use std::future::Future;
+use std::panic::AssertUnwindSafe;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
+use futures_util::FutureExt as _;
 use sqlx::{Pool, SqlStr};
-use tokio::sync::{Semaphore, watch};
+use tokio::sync::watch;
 
 use super::desk::Desk;
 use super::lease::LeaseCore;
+use super::line::Line;
 use super::session::bounded;
 use super::tx::{Open, Unit};
+use super::unstoppable::Unstoppable;
 use super::{Backend, Opening, Row, Weight, step, task_gone, weigh};
 use crate::error::{StoreError, StoreErrorKind};
 use crate::record::{
@@ -29,13 +34,8 @@ pub(super) struct Shared<DB: Backend> {
     pool: Pool<DB>,
     pub(super) texts: Texts,
     desk: Arc<Desk>,
-    /// The right to have a transaction open.
-    pub(super) turns: Arc<Semaphore>,
-    /// How often one was given.
-    pub(super) turned: AtomicUsize,
-    /// How many turns there are.
-    turns_max: usize,
-    /// How many of them wait to be told what became of a COMMIT, and nobody knows when.
+    pub(super) line: Line<DB>,
+    /// How many turns wait to be told what became of a COMMIT, and nobody knows when.
     pub(super) adrift: AtomicUsize,
     lease: LeaseCore<DB>,
 }
@@ -113,10 +113,9 @@ impl<DB: Backend> Clone for Core<DB> {
 }
 
 impl<DB: Backend> Core<DB> {
-    pub(super) fn new(pool: Pool<DB>, turns: usize, texts: Texts, lease: LeaseCore<DB>) -> Self {
-        let (turns_max, turns) = (turns, Arc::new(Semaphore::new(turns)));
-        let (desk, adrift, turned) = (Arc::default(), AtomicUsize::new(0), AtomicUsize::new(0));
-        Self(Arc::new(Shared { pool, texts, desk, turns, turned, turns_max, adrift, lease }))
+    pub(super) fn new(pool: Pool<DB>, line: Line<DB>, texts: Texts, lease: LeaseCore<DB>) -> Self {
+        let (desk, adrift) = (Arc::default(), AtomicUsize::new(0));
+        Self(Arc::new(Shared { pool, texts, desk, line, adrift, lease }))
     }
 
     pub(super) fn name(&self) -> &'static str {
@@ -142,7 +141,8 @@ impl<DB: Backend> Core<DB> {
     ) -> Result<ClaimOutcome<Lease>, StoreError> {
         let core = self.clone();
         let work = move |seat| async move { core.open(key, claim, seat).await };
-        self.0.desk.claim(key, claim, work).await
+        let gone = || task_gone::<DB>("claim");
+        self.0.desk.claim(key, claim, gone, work).await
     }
 
     /// There is nothing to renew: the open transaction is the lease.
@@ -202,7 +202,7 @@ impl<DB: Backend> Core<DB> {
 
     pub(super) async fn ready(&self) -> Result<(), StoreError> {
         self.0.lease.ready().await?;
-        if self.0.adrift.load(Ordering::Acquire) < self.0.turns_max {
+        if self.0.adrift.load(Ordering::Acquire) < self.0.line.turns_max() {
             return Ok(());
         }
         let why = "every turn waits to be told what became of its COMMIT: no key can be claimed";
@@ -217,11 +217,19 @@ impl<DB: Backend> Core<DB> {
         end: End,
         operation: &'static str,
     ) -> Result<CompleteOutcome, StoreError> {
-        let mut ended = {
+        let (mut ended, work) = {
             let mut ending = running.ending.lock().unwrap_or_else(PoisonError::into_inner);
-            let started = || self.settle(running, lease, end);
-            ending.get_or_insert_with(started).clone()
+            match &*ending {
+                Some(ended) => (ended.clone(), None),
+                None => {
+                    let (ended, work) = self.settle(running, lease, end);
+                    (ending.insert(ended).clone(), Some(work))
+                }
+            }
         };
+        if let Some(work) = work {
+            work.await;
+        }
         let told = ended.wait_for(Option::is_some).await.map(|ended| ended.clone());
         match told.ok().flatten() {
             Some(Ended::Told(outcome)) => Ok(outcome),
@@ -233,22 +241,24 @@ impl<DB: Backend> Core<DB> {
         }
     }
 
-    /// Ends a run in a task that nobody drops: a COMMIT is sent once, and asked after until it is known
-    /// what became of it.
+    /// Ends a run by work that goes on though nobody waits: a COMMIT is sent once, and asked after until it
+    /// is known what became of it.
     fn settle(
         &self,
         running: &Arc<Running<DB>>,
         lease: &Lease,
         end: End,
-    ) -> watch::Receiver<Option<Ended>> {
+    ) -> (watch::Receiver<Option<Ended>>, impl Future<Output = ()> + Send + use<DB>) {
         let (tell, told) = watch::channel(None);
         let (core, running) = (self.clone(), Arc::clone(running));
         let (key, owner) = (lease.key(), *lease.owner());
-        tokio::spawn(async move {
+        let work = async move {
             let ended = core.finish(&running, key, &owner, &end).await;
             tell.send_replace(Some(ended));
-        });
-        told
+        };
+        // A panic is seen by the channel being closed.
+        let work = AssertUnwindSafe(work).catch_unwind().map(drop);
+        (told, Unstoppable::new(work, |work| drop(tokio::spawn(work))))
     }
 
     async fn finish(
@@ -387,7 +397,7 @@ impl<DB: Backend> fmt::Debug for Core<DB> {
         f.debug_struct("Core")
             .field("database", &DB::STORE)
             .field("desk", &self.0.desk)
-            .field("turns", &self.0.turns.available_permits())
+            .field("line", &self.0.line)
             .finish_non_exhaustive()
     }
 }
