@@ -29,13 +29,16 @@ impl<DB: Backend> Core<DB> {
     ) -> Result<ClaimOutcome<Lease>, StoreError> {
         let failed = |error| not_done::<DB>("claim", error);
         let line = &self.shared().line;
-        // An answer that stands already needs no turn.
-        let beside = async {
-            let looked = async { Session::acquire(self.pool()).await?.peek(key).await };
-            match looked.await {
-                Ok(peeked) => stands(&peeked.found, &claim).map(Ok),
-                Err(error) => Some(Err(failed(error))),
-            }
+        // An answer that stands already needs no turn. Here and below what is rarely done has a future of
+        // its own: all others are moved, and so should be small.
+        let beside = || {
+            Box::pin(async {
+                let looked = async { Session::acquire(self.pool()).await?.peek(key).await };
+                match looked.await {
+                    Ok(peeked) => stands(&peeked.found, &claim).map(Ok),
+                    Err(error) => Some(Err(failed(error))),
+                }
+            })
         };
         let (turn, session) = match line.turn(beside).await {
             Ok(Turn { turn, session }) => (turn, session),
@@ -57,9 +60,9 @@ impl<DB: Backend> Core<DB> {
                     return Ok(self.granted(key, &claim, grant, open, Some(claimed)));
                 }
                 // A race is lost, and who has won it will be seen.
-                Ok(None) => session.rollback().await,
+                Ok(None) => Box::pin(session.rollback()).await,
                 Err(error) => {
-                    session.rollback().await;
+                    Box::pin(session.rollback()).await;
                     return Self::refused(error);
                 }
             }
@@ -79,14 +82,17 @@ impl<DB: Backend> Core<DB> {
     ) -> sqlx::Result<(Session<DB>, Peeked)> {
         let mut session = match handed {
             Some(session) => session,
-            None => Session::acquire_untested(self.pool()).await?,
+            None => Box::pin(Session::acquire_untested(self.pool())).await?,
         };
         match session.peek(key).await {
             Ok(peeked) => Ok((session, peeked)),
             Err(error) if weigh::<DB>(&error) == Weight::Lost => {
-                let mut session = Box::pin(Session::acquire(self.pool())).await?;
-                let peeked = session.peek(key).await?;
-                Ok((session, peeked))
+                let again = async {
+                    let mut session = Session::acquire(self.pool()).await?;
+                    let peeked = session.peek(key).await?;
+                    Ok((session, peeked))
+                };
+                Box::pin(again).await
             }
             Err(error) => Err(error),
         }
@@ -103,7 +109,7 @@ impl<DB: Backend> Core<DB> {
     ) -> sqlx::Result<Option<(Grant, Claimed)>> {
         let (_, at) = peeked.found.current();
         let clock = Clock { at, read: Instant::now() };
-        if !peeked.able && !session.enable().await? {
+        if !peeked.able && !Box::pin(session.enable()).await? {
             return Ok(None);
         }
         let Some((row, grant)) = first_row(key, claim, &clock) else { return Ok(None) };
@@ -113,8 +119,8 @@ impl<DB: Backend> Core<DB> {
                 Weight::Constraint => Ok(None),
                 // The session may have been reset. Whatever else it is, the longer way says it too.
                 Weight::Refused => {
-                    session.rollback().await;
-                    session.enable().await.map(|_| None)
+                    Box::pin(session.rollback()).await;
+                    Box::pin(session.enable()).await.map(|_| None)
                 }
                 Weight::Conflict
                 | Weight::Locked
@@ -129,7 +135,7 @@ impl<DB: Backend> Core<DB> {
         // It waited for somebody who may have claimed later than this claim says, with a higher fence.
         let Some((row, grant)) = first_row(key, claim, &clock) else { return Ok(None) };
         let record = row.record.clone();
-        match session.rewrite(row).await? {
+        match Box::pin(session.rewrite(row)).await? {
             1 => Ok(Some((grant, Claimed { record, clock }))),
             _ => Err(sqlx::Error::RowNotFound),
         }

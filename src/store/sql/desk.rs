@@ -6,7 +6,6 @@
 
 use std::collections::HashMap;
 use std::fmt;
-use std::future::Future;
 use std::panic::AssertUnwindSafe;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -74,7 +73,7 @@ impl Desk {
     ///
     /// # Cancel safety
     /// Dropping the future leaves the claim going on; the same holder may ask for its answer again.
-    pub(super) async fn claim<W, F>(
+    pub(super) async fn claim<W>(
         self: &Arc<Self>,
         key: StorageKey,
         claim: Claim,
@@ -82,8 +81,7 @@ impl Desk {
         work: W,
     ) -> Answer
     where
-        W: FnOnce(Seat) -> F,
-        F: Future<Output = Answer> + Send + 'static,
+        W: FnOnce(Seat) -> BoxFuture<'static, Answer>,
     {
         let (pending, seat) = {
             let mut keys = lock(&self.keys);

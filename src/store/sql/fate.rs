@@ -43,7 +43,7 @@ impl<DB: Backend> Core<DB> {
                 if let Ok(done) = timeout(pause, committing.as_mut()).await {
                     break Ok(done);
                 }
-                let found = self.find_out(key, owner, completion).await;
+                let found = Box::pin(self.find_out(key, owner, completion)).await;
                 if found.is_some() || began.elapsed() > patience {
                     break Err(found);
                 }
@@ -78,7 +78,7 @@ impl<DB: Backend> Core<DB> {
         let _adrift = Adrift::of(&self.shared().adrift);
         let mut pause = FIRST_PAUSE;
         loop {
-            if let Some(ended) = self.find_out(key, owner, completion).await {
+            if let Some(ended) = Box::pin(self.find_out(key, owner, completion)).await {
                 return ended;
             }
             sleep(pause).await;

@@ -82,9 +82,9 @@ impl<DB: Backend> Line<DB> {
     ///
     /// # Errors
     /// The answer; none if the line did not move for too long.
-    pub(super) async fn turn<T>(
+    pub(super) async fn turn<T, B: Future<Output = Option<T>> + Unpin>(
         &self,
-        beside: impl Future<Output = Option<T>>,
+        beside: impl FnOnce() -> B,
     ) -> Result<Turn<DB>, Option<T>> {
         if let Ok(turn) = Arc::clone(&self.turns).try_acquire_owned() {
             self.given.fetch_add(1, Ordering::Relaxed);
@@ -95,7 +95,7 @@ impl<DB: Backend> Line<DB> {
         let mut turn = pin!(timeout(TURN_WITHIN, turn));
         let turn = match self.soon(turn.as_mut()).await {
             Some(turn) => turn,
-            None => match Box::pin(beside).await {
+            None => match beside().await {
                 Some(found) => return Err(Some(found)),
                 None => turn.await,
             },

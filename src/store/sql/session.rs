@@ -82,9 +82,9 @@ impl<DB: Backend> Session<DB> {
         let mut limit = ACQUIRE_FIRST;
         let acquired = loop {
             if !DB::REMOTE {
-                break pool.acquire().await;
+                break Box::pin(pool.acquire()).await;
             }
-            match timeout(limit, pool.acquire()).await {
+            match timeout(limit, Box::pin(pool.acquire())).await {
                 Ok(acquired) => break acquired,
                 Err(_) if limit < ACQUIRE_LAST => limit *= 2,
                 Err(_) => break Err(sqlx::Error::PoolTimedOut),
@@ -94,7 +94,7 @@ impl<DB: Backend> Session<DB> {
             Ok(connection) => {
                 Ok(Self { connection: Some(connection), open: false, since: Instant::now() })
             }
-            Err(error) => Err(reason(pool, error).await),
+            Err(error) => Err(Box::pin(reason(pool, error)).await),
         }
     }
 
@@ -165,7 +165,7 @@ impl<DB: Backend> Session<DB> {
                 self.seen(Err(sqlx::Error::Protocol(why.to_owned())))
             }
             (Err(error), _) => {
-                self.rollback().await;
+                Box::pin(self.rollback()).await;
                 Err(error)
             }
         }

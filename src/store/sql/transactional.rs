@@ -140,7 +140,7 @@ impl<DB: Backend> Core<DB> {
         claim: Claim,
     ) -> Result<ClaimOutcome<Lease>, StoreError> {
         let core = self.clone();
-        let work = move |seat| async move { core.open(key, claim, seat).await };
+        let work = move |seat| core.open(key, claim, seat).boxed();
         let gone = || task_gone::<DB>("claim");
         self.0.desk.claim(key, claim, gone, work).await
     }
@@ -252,10 +252,10 @@ impl<DB: Backend> Core<DB> {
         let (tell, told) = watch::channel(None);
         let (core, running) = (self.clone(), Arc::clone(running));
         let (key, owner) = (lease.key(), *lease.owner());
-        let work = async move {
+        let work = Box::pin(async move {
             let ended = core.finish(&running, key, &owner, &end).await;
             tell.send_replace(Some(ended));
-        };
+        });
         // A panic is seen by the channel being closed.
         let work = AssertUnwindSafe(work).catch_unwind().map(drop);
         (told, Unstoppable::new(work, |work| drop(tokio::spawn(work))))
@@ -284,12 +284,12 @@ impl<DB: Backend> Core<DB> {
                 return Ended::Again;
             }
             Some(Weight::Conflict) => {
-                open.rollback().await;
+                Box::pin(open.rollback()).await;
                 return Ended::Again;
             }
             // Whatever the handler made of it, it could not do its work.
             Some(Weight::Full) if matches!(end, End::Complete(_)) => {
-                open.rollback().await;
+                Box::pin(open.rollback()).await;
                 return Ended::Full;
             }
             Some(
@@ -304,7 +304,7 @@ impl<DB: Backend> Core<DB> {
         let completion = match end {
             End::Complete(completion) if completion.writes != Writes::RollBack => completion,
             End::Complete(_) | End::RollBack => {
-                open.rollback().await;
+                Box::pin(open.rollback()).await;
                 return undone;
             }
         };
@@ -313,18 +313,18 @@ impl<DB: Backend> Core<DB> {
                 key = %key.in_logs(), code = failure.code,
                 "a statement failed and the handler answered as if it had not: everything is rolled back"
             );
-            open.rollback().await;
+            Box::pin(open.rollback()).await;
             return undone;
         }
         match self.store(&mut open, running.claimed.as_ref(), key, owner, completion).await {
             Ok(CompleteOutcome::Stored) => {}
             Ok(outcome) => {
                 tracing::error!(key = %key.in_logs(), ?outcome, "the claim has vanished from its transaction");
-                open.rollback().await;
+                Box::pin(open.rollback()).await;
                 return undone;
             }
             Err(error) => {
-                open.rollback().await;
+                Box::pin(open.rollback()).await;
                 return self.undone_by(key, &error);
             }
         }
@@ -358,7 +358,7 @@ impl<DB: Backend> Core<DB> {
                     }
                 }
             }
-            let outcome = step::<DB, _>(connection, key, &verb).await?;
+            let outcome = Box::pin(step::<DB, _>(connection, key, &verb)).await?;
             if let Some(unlimited) = &self.0.texts.unlimited {
                 DB::run(connection, unlimited.clone()).await?;
             }
