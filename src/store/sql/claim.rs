@@ -4,6 +4,8 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use futures_util::FutureExt as _;
+
 use super::desk::Seat;
 use super::line::Turn;
 use super::session::{ANSWER_WITHIN, Session, bounded};
@@ -29,18 +31,19 @@ impl<DB: Backend> Core<DB> {
     ) -> Result<ClaimOutcome<Lease>, StoreError> {
         let failed = |error| not_done::<DB>("claim", error);
         let line = &self.shared().line;
-        // An answer that stands already needs no turn. Here and below what is rarely done has a future of
-        // its own: all others are moved, and so should be small.
-        let beside = || {
-            Box::pin(async {
-                let looked = async { Session::acquire(self.pool()).await?.peek(key).await };
-                match looked.await {
-                    Ok(peeked) => stands(&peeked.found, &claim).map(Ok),
-                    Err(error) => Some(Err(failed(error))),
-                }
-            })
+        // Here and below what is rarely done has a future of its own: all others are moved, and so should
+        // be small.
+        let acquire = || Session::acquire(self.pool()).boxed();
+        // An answer that stands already needs no turn.
+        let look = |acquired: sqlx::Result<Session<DB>>| {
+            let looked = async { acquired?.peek(key).await };
+            let answer = looked.map(|peeked| match peeked {
+                Ok(peeked) => stands(&peeked.found, &claim).map(Ok),
+                Err(error) => Some(Err(failed(error))),
+            });
+            answer.boxed()
         };
-        let (turn, session) = match line.turn(beside).await {
+        let (turn, session) = match line.turn(acquire, look).await {
             Ok(Turn { turn, session }) => (turn, session),
             Err(Some(answer)) => return answer,
             Err(None) => {

@@ -11,6 +11,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use futures_util::future::{BoxFuture, Either, select};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::timeout;
 
@@ -37,6 +38,8 @@ pub(super) struct Line<DB: Backend> {
     turns_max: usize,
     /// How often one was given.
     given: AtomicUsize,
+    /// For looks beside the line, one at a time: it has the connection that is kept out of the turns.
+    window: Semaphore,
     handing: Handing,
     shelf: Mutex<Shelf<DB>>,
 }
@@ -69,22 +72,24 @@ pub(super) struct Turn<DB: Backend> {
 impl<DB: Backend> Line<DB> {
     pub(super) fn new(turns: usize, handing: Handing) -> Self {
         let shelf = Mutex::new(Shelf { waiting: 0, sessions: Vec::new() });
-        let given = AtomicUsize::new(0);
-        Self { turns: Arc::new(Semaphore::new(turns)), turns_max: turns, given, handing, shelf }
+        let (given, window) = (AtomicUsize::new(0), Semaphore::new(1));
+        let (turns_max, turns) = (turns, Arc::new(Semaphore::new(turns)));
+        Self { turns, turns_max, given, window, handing, shelf }
     }
 
     pub(super) fn turns_max(&self) -> usize {
         self.turns_max
     }
 
-    /// A turn, if one comes while others get theirs. Otherwise `beside` is done, and if that is no answer,
-    /// the turn is waited for.
+    /// A turn. If none comes while others get theirs, what comes first: the turn, or a connection, with
+    /// which is looked if there is an answer.
     ///
     /// # Errors
-    /// The answer; none if the line did not move for too long.
-    pub(super) async fn turn<T, B: Future<Output = Option<T>> + Unpin>(
+    /// The answer; none if there was no turn for too long.
+    pub(super) async fn turn<'b, T>(
         &self,
-        beside: impl FnOnce() -> B,
+        acquire: impl FnOnce() -> BoxFuture<'b, sqlx::Result<Session<DB>>>,
+        look: impl FnOnce(sqlx::Result<Session<DB>>) -> BoxFuture<'b, Option<T>>,
     ) -> Result<Turn<DB>, Option<T>> {
         if let Ok(turn) = Arc::clone(&self.turns).try_acquire_owned() {
             self.given.fetch_add(1, Ordering::Relaxed);
@@ -95,10 +100,19 @@ impl<DB: Backend> Line<DB> {
         let mut turn = pin!(timeout(TURN_WITHIN, turn));
         let turn = match self.soon(turn.as_mut()).await {
             Some(turn) => turn,
-            None => match beside().await {
-                Some(found) => return Err(Some(found)),
-                None => turn.await,
-            },
+            None => {
+                let beside = async {
+                    let window = self.window.acquire().await;
+                    (acquire().await, window)
+                };
+                match select(turn.as_mut(), Box::pin(beside)).await {
+                    Either::Left((turn, _)) => turn,
+                    Either::Right(((session, _window), _)) => match look(session).await {
+                        Some(found) => return Err(Some(found)),
+                        None => turn.await,
+                    },
+                }
+            }
         };
         let Ok(Ok(turn)) = turn else { return Err(None) };
         self.given.fetch_add(1, Ordering::Relaxed);

@@ -97,8 +97,8 @@ pub trait Backend: Database + sealed::Sealed {
         row: &'c Row,
     ) -> BoxFuture<'c, sqlx::Result<()>>;
 
-    /// Writes the last row of a transaction, behind which only COMMIT comes: in the place of this record,
-    /// and of no other one. 0 if it is not there.
+    /// Writes the last row of a transaction, in the place of this record, and of no other one: 0 if it is
+    /// not there. Only COMMIT comes behind it, unless it [commits](Self::CLOSING_COMMITS) itself.
     #[doc(hidden)]
     fn close(
         connection: &mut Self::Connection,
@@ -133,6 +133,10 @@ pub trait Backend: Database + sealed::Sealed {
     /// behind it would stand alone.
     #[doc(hidden)]
     fn ends(code: &str) -> bool;
+
+    /// True if [`close`](Self::close) has committed what it has written, which then it does in one go.
+    #[doc(hidden)]
+    const CLOSING_COMMITS: bool;
 
     /// True if the database is at the other end of a line, which may be cut, or go silent.
     #[doc(hidden)]
@@ -429,15 +433,13 @@ macro_rules! backend {
                 row: $crate::store::sql::Row,
             ) -> futures_util::future::BoxFuture<'_, sqlx::Result<u64>> {
                 Box::pin(async move {
-                    let done = sqlx::query($texts::CLOSE)
+                    let close = sqlx::query($texts::CLOSE)
                         .bind(&row.key.as_bytes()[..])
                         .bind(row.state)
                         .bind(&row.record[..])
                         .bind(row.expires)
-                        .bind(&claimed[..])
-                        .execute(connection)
-                        .await?;
-                    Ok(done.rows_affected())
+                        .bind(&claimed[..]);
+                    $texts::closed(close.execute(connection).await)
                 })
             }
 
@@ -489,6 +491,7 @@ macro_rules! backend {
             }
 
             const REMOTE: bool = $texts::REMOTE;
+            const CLOSING_COMMITS: bool = $texts::CLOSING_COMMITS;
         }
     };
 }

@@ -4,7 +4,9 @@ use std::fmt::Write as _;
 use std::time::Duration;
 
 use bytes::Bytes;
-use sqlx::postgres::{PgConnectOptions, PgConnection, PgPool, PgPoolOptions, PgTransactionManager};
+use sqlx::postgres::{
+    PgConnectOptions, PgConnection, PgPool, PgPoolOptions, PgQueryResult, PgTransactionManager,
+};
 use sqlx::{AssertSqlSafe, Connection as _, Postgres, Row as _, SqlSafeStr as _, SqlStr};
 use sqlx_core::transaction::TransactionManager as _;
 
@@ -133,6 +135,7 @@ impl Sql {
          WHERE storage_key = $1 AND record = $5
            AND set_config('statement_timeout', '0', true) IS NOT NULL";
     const REMOTE: bool = true;
+    const CLOSING_COMMITS: bool = false;
 
     /// A transaction with a failed statement stays open, and refuses every other one.
     fn ends(_: &str) -> bool {
@@ -171,6 +174,10 @@ impl Sql {
         let _ = write!(text, ", {expires}");
         text.push_str(behind);
         PgTransactionManager::begin(connection, Some(AssertSqlSafe(text).into_sql_str())).await
+    }
+
+    fn closed(done: sqlx::Result<PgQueryResult>) -> sqlx::Result<u64> {
+        done.map(|done| done.rows_affected())
     }
 
     async fn begin(connection: &mut PgConnection, sql: SqlStr) -> sqlx::Result<()> {

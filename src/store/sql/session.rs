@@ -171,6 +171,11 @@ impl<DB: Backend> Session<DB> {
         }
     }
 
+    /// A statement has committed.
+    pub(super) fn committed(&mut self) {
+        self.open = false;
+    }
+
     /// Rolls back; a connection that cannot even do this is closed, and its transaction goes with it.
     pub(super) async fn rollback(&mut self) {
         let Some(connection) = self.connection.as_deref_mut() else { return };
@@ -194,12 +199,14 @@ impl<DB: Backend> Drop for Session<DB> {
                 let mut session = Self { connection: None, open, since };
                 runtime.spawn(async move {
                     session.connection = Some(connection);
-                    session.rollback().await;
+                    if open {
+                        Box::pin(session.rollback()).await;
+                    }
                     if let Some(mut connection) = session.connection.take() {
-                        let back = async {
+                        let back = Box::pin(async {
                             connection.return_to_pool().await;
                             Ok(())
-                        };
+                        });
                         drop(bounded::<DB, ()>(ROLLBACK_WITHIN, back).await);
                     }
                 });

@@ -1,19 +1,20 @@
 //! The stores in SQLite.
 
 use std::path::Path;
-use std::time::Duration;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
+use bytes::Bytes;
 use sqlx::sqlite::{
     SqliteConnectOptions, SqliteConnection, SqliteJournalMode, SqlitePool, SqlitePoolOptions,
-    SqliteSynchronous,
+    SqliteQueryResult, SqliteSynchronous,
 };
-use sqlx::{SqlSafeStr as _, SqlStr, Sqlite};
+use sqlx::{Row as _, SqlSafeStr as _, SqlStr, Sqlite};
 
 use super::inspect::{inspect, inspected};
 use super::lease::LeaseCore;
 use super::line::{Handing, Line};
 use super::transactional::{Core, SAVEPOINT, Texts};
-use super::{Backend as _, Lock, Opening, Peeked, Row, Weight, backend, not_done, store};
+use super::{Found, Opening, Peeked, Row, Weight, backend, not_done, store};
 use crate::error::{StoreError, StoreErrorKind};
 use crate::scope::StorageKey;
 
@@ -67,10 +68,17 @@ impl Sql {
                                    + CAST(substr(strftime('%f', 'now'), 4) AS INTEGER)
              ORDER BY expires_at LIMIT $1)";
     const REMOTE: bool = false;
+    const CLOSING_COMMITS: bool = true;
+    /// A sum that is too large is an error, behind which nothing is committed. There is no plainer one
+    /// outside of triggers.
     const CLOSE: &str = "
         UPDATE idempotency_records
            SET state = $2, record = $3, expires_at = COALESCE($4, expires_at)
-         WHERE storage_key = $1 AND record = $5";
+         WHERE storage_key = $1 AND record = $5;
+        SELECT CASE changes() WHEN 1 THEN 1 ELSE abs(-9223372036854775807 - 1) END;
+        COMMIT";
+    /// A clock of this machine is this process's clock.
+    const PEEK: &str = "SELECT record, expires_at FROM idempotency_records WHERE storage_key = $1";
     /// One way to the thread of the connection instead of three. The driver keeps each of the statements
     /// prepared.
     const OPEN: &str = "
@@ -86,8 +94,26 @@ impl Sql {
     }
 
     async fn peek(connection: &mut SqliteConnection, key: StorageKey) -> sqlx::Result<Peeked> {
-        let found = Sqlite::look(connection, key, Lock::None).await?;
-        Ok(Peeked { found, able: true })
+        let peek = sqlx::query(Self::PEEK).bind(&key.as_bytes()[..]);
+        let row = peek.fetch_optional(connection).await?;
+        let row = match row {
+            Some(row) => {
+                Some((Bytes::from(row.try_get::<Vec<u8>, _>(0)?), row.try_get::<i64, _>(1)?))
+            }
+            None => None,
+        };
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        let now = i64::try_from(now.as_millis()).unwrap_or(i64::MAX);
+        Ok(Peeked { found: Found { now, row }, able: true })
+    }
+
+    /// SQLITE_ERROR is what the sum comes to.
+    fn closed(done: sqlx::Result<SqliteQueryResult>) -> sqlx::Result<u64> {
+        match done {
+            Ok(_) => Ok(1),
+            Err(sqlx::Error::Database(error)) if error.code().as_deref() == Some("1") => Ok(0),
+            Err(error) => Err(error),
+        }
     }
 
     async fn enable(_: &mut SqliteConnection) -> sqlx::Result<()> {

@@ -99,6 +99,12 @@ pub(super) enum Ended {
     Full,
 }
 
+/// Where a transaction stands whose response was stored.
+enum Stage {
+    Open,
+    Committed,
+}
+
 /// How a run is to end.
 #[derive(Clone, Debug)]
 enum End {
@@ -317,14 +323,25 @@ impl<DB: Backend> Core<DB> {
             return undone;
         }
         match self.store(&mut open, running.claimed.as_ref(), key, owner, completion).await {
-            Ok(CompleteOutcome::Stored) => {}
-            Ok(outcome) => {
+            Ok((CompleteOutcome::Stored, Stage::Open)) => {}
+            Ok((CompleteOutcome::Stored, Stage::Committed)) => {
+                if let Some((mut session, _held)) = open.into_parts() {
+                    session.committed();
+                    self.0.line.hand_on(session);
+                }
+                return Ended::Told(CompleteOutcome::Stored);
+            }
+            Ok((outcome, _)) => {
                 tracing::error!(key = %key.in_logs(), ?outcome, "the claim has vanished from its transaction");
                 Box::pin(open.rollback()).await;
                 return undone;
             }
             Err(error) => {
                 Box::pin(open.rollback()).await;
+                // A deferred constraint: who runs again may find that the other one was there first.
+                if DB::CLOSING_COMMITS && weigh::<DB>(&error) == Weight::Constraint {
+                    return Ended::Again;
+                }
                 return self.undone_by(key, &error);
             }
         }
@@ -339,7 +356,7 @@ impl<DB: Backend> Core<DB> {
         key: StorageKey,
         owner: &Owner,
         completion: &Completion,
-    ) -> sqlx::Result<CompleteOutcome> {
+    ) -> sqlx::Result<(CompleteOutcome, Stage)> {
         let stored = async {
             let connection = open.session()?.connection()?;
             if completion.writes == Writes::Undo {
@@ -351,10 +368,16 @@ impl<DB: Backend> Core<DB> {
                 // has, the statement sees.
                 let current = Current::from_stored(Some(record.clone()));
                 let Step { change, outcome } = verb(current, clock.now());
-                if let Change::Write { record: completed, expires } = change {
+                if let (Change::Write { record: completed, expires }, CompleteOutcome::Stored) =
+                    (change, &outcome)
+                {
                     let row = Row::new(key, &completed, expires);
                     if DB::close(connection, record.clone(), row).await? == 1 {
-                        return Ok(outcome);
+                        let committed = DB::CLOSING_COMMITS;
+                        return Ok((
+                            outcome,
+                            if committed { Stage::Committed } else { Stage::Open },
+                        ));
                     }
                 }
             }
@@ -362,7 +385,7 @@ impl<DB: Backend> Core<DB> {
             if let Some(unlimited) = &self.0.texts.unlimited {
                 DB::run(connection, unlimited.clone()).await?;
             }
-            Ok(outcome)
+            Ok((outcome, Stage::Open))
         };
         // It may have to wait for a statement that the handler has left alone.
         let stored = match self.0.texts.patience {
