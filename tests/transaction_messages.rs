@@ -17,6 +17,7 @@ use http::{Request, Response};
 use http_body_util::Full;
 use sqlx::postgres::{PgPool, PgPoolOptions};
 use sqlx::{Postgres, Sqlite};
+use support::breaking::Breaking;
 use support::frontend::Frontend;
 use support::postgres::PostgresServer;
 use tokio::sync::Semaphore;
@@ -77,7 +78,7 @@ async fn pay(mut tx: Tx<Postgres>, key: String, _: u64) -> u16 {
 }
 
 struct World {
-    _server: Arc<PostgresServer>,
+    server: Arc<PostgresServer>,
     url: String,
     watch: PgPool,
     way: Frontend,
@@ -92,7 +93,7 @@ impl World {
         sqlx::raw_sql(EFFECTS).execute(&watch).await.unwrap();
         let way = Frontend::to(server.port()).await;
         let by_way = url.replace(&format!(":{}/", server.port()), &format!(":{}/", way.port()));
-        Self { _server: server, url, watch, way, by_way }
+        Self { server, url, watch, way, by_way }
     }
 
     async fn count(&self, sql: &'static str) -> i64 {
@@ -216,6 +217,22 @@ async fn connections_that_have_died_in_the_pool_cost_no_request() {
     let effects: i64 =
         sqlx::query_scalar("SELECT COUNT(*) FROM effects").fetch_one(&fresh).await.unwrap();
     assert_eq!(effects, 5);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn connections_that_have_gone_silent_in_the_pool_cost_a_request_little_time() {
+    let world = World::new().await;
+    let way = Breaking::to(world.server.port()).await;
+    let store = PostgresStore::connect(&way.url(&world.url, world.server.port())).await.unwrap();
+    let send = serve(store.clone(), pay);
+    assert_eq!(send("before").await.0, 201);
+    all_back(store.pool()).await;
+    way.go_silent();
+    let began = Instant::now();
+    assert_eq!(send("k").await, (201, false));
+    // One second for the look, and a new connection.
+    assert!(began.elapsed() < Duration::from_secs(4), "{:?}", began.elapsed());
+    assert_eq!(world.effects().await, 2);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -385,4 +402,36 @@ fn a_fresh_request_goes_to_sqlite_four_times_and_a_replay_once() {
         let again = run("first", (201, true)).await;
         assert!(fits(&again, &[look]), "{again:#?}");
     });
+}
+
+#[tokio::test]
+async fn a_handler_that_takes_its_claim_away_commits_nothing_in_sqlite() {
+    let folder = tempfile::tempdir().unwrap();
+    let store = SqliteStore::open(folder.path().join("test.db")).await.unwrap();
+    store.migrate().await.unwrap();
+    sqlx::raw_sql(EFFECTS).execute(store.pool()).await.unwrap();
+    let pool = store.pool().clone();
+    let send = serve(store, |mut tx: Tx<Sqlite>, key: String, _| async move {
+        sqlx::query(PAY).execute(&mut tx).await.unwrap();
+        let sql = match &*key {
+            "removed" => "DELETE FROM idempotency_records",
+            "changed" => {
+                "UPDATE idempotency_records SET record = x'010501' || substr(record, 4), state = 5"
+            }
+            _ => "SELECT 1",
+        };
+        sqlx::query(sql).execute(&mut tx).await.unwrap();
+        201
+    });
+    for key in ["removed", "changed"] {
+        assert!(send(key).await.0 >= 500, "{key}");
+    }
+    assert_eq!(send("left").await, (201, false));
+    let effects: i64 =
+        sqlx::query_scalar("SELECT COUNT(*) FROM effects").fetch_one(&pool).await.unwrap();
+    let records: i64 = sqlx::query_scalar("SELECT COUNT(*) FROM idempotency_records")
+        .fetch_one(&pool)
+        .await
+        .unwrap();
+    assert_eq!((effects, records), (1, 1));
 }

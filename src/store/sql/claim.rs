@@ -17,6 +17,8 @@ use crate::record::{self, Change, Claim, ClaimOutcome, Current, Grant, Step};
 use crate::scope::StorageKey;
 use crate::store::Lease;
 
+/// How long the first look may take, on a connection that nobody has asked if it is alive.
+const FIRST_LOOK: Duration = Duration::from_secs(1);
 /// A claim that took longer than this waited for somebody, and what it says of the time is old.
 const CLAIM_FRESH: Duration = Duration::from_millis(10);
 
@@ -36,7 +38,7 @@ impl<DB: Backend> Core<DB> {
         let acquire = || Session::acquire(self.pool()).boxed();
         // An answer that stands already needs no turn.
         let look = |acquired: sqlx::Result<Session<DB>>| {
-            let looked = async { acquired?.peek(key).await };
+            let looked = async { acquired?.peek(key, ANSWER_WITHIN).await };
             let answer = looked.map(|peeked| match peeked {
                 Ok(peeked) => stands(&peeked.found, &claim).map(Ok),
                 Err(error) => Some(Err(failed(error))),
@@ -87,12 +89,12 @@ impl<DB: Backend> Core<DB> {
             Some(session) => session,
             None => Box::pin(Session::acquire_untested(self.pool())).await?,
         };
-        match session.peek(key).await {
+        match session.peek(key, FIRST_LOOK).await {
             Ok(peeked) => Ok((session, peeked)),
             Err(error) if weigh::<DB>(&error) == Weight::Lost => {
                 let again = async {
                     let mut session = Session::acquire(self.pool()).await?;
-                    let peeked = session.peek(key).await?;
+                    let peeked = session.peek(key, ANSWER_WITHIN).await?;
                     Ok((session, peeked))
                 };
                 Box::pin(again).await
@@ -212,9 +214,9 @@ impl<DB: Backend> Core<DB> {
 }
 
 impl<DB: Backend> Session<DB> {
-    async fn peek(&mut self, key: StorageKey) -> sqlx::Result<Peeked> {
+    async fn peek(&mut self, key: StorageKey, limit: Duration) -> sqlx::Result<Peeked> {
         let peek = async { DB::peek(self.connection()?, key).await };
-        let peeked = bounded::<DB, _>(ANSWER_WITHIN, peek).await;
+        let peeked = bounded::<DB, _>(limit, peek).await;
         self.seen(peeked)
     }
 
