@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpStream};
@@ -63,7 +64,8 @@ impl Frontend {
 
     /// Waits until one is held back.
     pub async fn held(&self) {
-        self.shared.held.acquire().await.expect("it is never closed").forget();
+        let held = tokio::time::timeout(Duration::from_secs(20), self.shared.held.acquire()).await;
+        held.expect("one is held back").expect("it is never closed").forget();
     }
 }
 
