@@ -268,6 +268,11 @@ pub enum Isolation {
 /// pool is kept out of that (of a pool of one: none), for finding out what became of a COMMIT, for
 /// replays, and for handlers that use the pool beside their [`Tx`](super::Tx). Twins take none.
 ///
+/// On its first claim a connection prepares a statement by the name of `tower_idempotency_claim_1`, and the
+/// setting `tower_idempotency.enabled` of its session says so. A pool that [`connect`](Self::connect) makes
+/// does not ask a connection that was used within a second if it is alive, and while requests wait for
+/// their turn, connections are handed from one to the next without it.
+///
 /// # Limits
 /// Within the transaction: `lock_timeout` 5 s, `idle_in_transaction_session_timeout` 30 s,
 /// `statement_timeout` 30 s; [`PostgresStore::builder`] sets others. If the server has no
