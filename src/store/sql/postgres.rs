@@ -72,7 +72,7 @@ const SWEEP: &str = "
          WHERE expires_at <= (SELECT floor(extract(epoch FROM clock_timestamp()) * 1000)::bigint)
          ORDER BY expires_at LIMIT $1 FOR UPDATE SKIP LOCKED))";
 
-/// A look, and whether this session has been through [`ENABLE`].
+/// A look, and whether this session has prepared [`CLAIM`].
 const PEEK: &str = "
     SELECT floor(extract(epoch FROM clock_timestamp()) * 1000)::bigint, k.record, k.expires_at,
            current_setting('tower_idempotency.enabled', true) IS NOT DISTINCT FROM '1'
