@@ -196,7 +196,10 @@ async fn a_process_killed_during_a_long_statement_frees_its_key_long_before_the_
     println!("D7: free {:?} after the kill, of a statement of 25 s", killed.elapsed());
     assert_eq!(told, (201, false));
     assert_eq!(pay(&twin, "k").await, (201, true));
-    assert!(!is_busy(&watch).await);
+    // It lets go of the key before the list of what is active forgets it.
+    while is_busy(&watch).await {
+        assert!(killed.elapsed() < Duration::from_secs(8), "the statement goes on");
+    }
     assert_eq!((effects(&watch).await, count(&watch, RECORDS).await), (1, 1));
 }
 

@@ -2,6 +2,7 @@
 
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
+use std::hash::{DefaultHasher, Hash as _, Hasher as _};
 use std::rc::Rc;
 use std::time::{Duration, Instant};
 
@@ -177,14 +178,14 @@ async fn connection(shared: Rc<Shared>, index: usize, count: Option<usize>, wind
             return;
         }
         shared.next.set(number + 1);
+        let name = &shared.name;
+        let old = || uuid(&format!("{name}-old"), number % REPLAYED);
         let key = match shared.plan.keys {
-            Keys::Fresh => format!("{}-{number}", shared.name),
-            Keys::Replayed => format!("{}-old-{}", shared.name, number % REPLAYED),
-            Keys::Mixed if number.is_multiple_of(5) => {
-                format!("{}-old-{}", shared.name, number % REPLAYED)
-            }
-            Keys::Mixed => format!("{}-{number}", shared.name),
-            Keys::Storm => format!("{}-{}", shared.name, number / CONNECTIONS),
+            Keys::Fresh => uuid(name, number),
+            Keys::Replayed => old(),
+            Keys::Mixed if number.is_multiple_of(5) => old(),
+            Keys::Mixed => uuid(name, number),
+            Keys::Storm => uuid(name, number / CONNECTIONS),
         };
         let due = match shared.plan.rate {
             None => Instant::now(),
@@ -201,6 +202,25 @@ async fn connection(shared: Rc<Shared>, index: usize, count: Option<usize>, wind
         shared.latencies.borrow_mut().push(due.elapsed());
         *shared.statuses.borrow_mut().entry(status).or_default() += 1;
     }
+}
+
+/// A key as clients send it: one that says nothing of those before it. A table in the order of keys that
+/// count upwards would be written at its end only, as no service's is.
+fn uuid(name: &str, number: usize) -> String {
+    let half = |which: u8| {
+        let mut hasher = DefaultHasher::new();
+        (name, number, which).hash(&mut hasher);
+        hasher.finish()
+    };
+    let (first, second) = (half(0), half(1));
+    format!(
+        "{:08x}-{:04x}-4{:03x}-a{:03x}-{:012x}",
+        first >> 32,
+        first >> 16 & 0xffff,
+        first & 0xfff,
+        second >> 48 & 0xfff,
+        second & 0xffff_ffff_ffff
+    )
 }
 
 /// A connection that reads no more of an answer than its status and its length.

@@ -6,6 +6,7 @@
 #![allow(clippy::wildcard_enum_match_arm, reason = "every other outcome fails the test")]
 
 pub mod breaking;
+pub mod frontend;
 pub mod groups;
 pub mod load;
 pub mod postgres;

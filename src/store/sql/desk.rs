@@ -6,13 +6,16 @@
 
 use std::collections::HashMap;
 use std::fmt;
-use std::future::Future;
+use std::panic::AssertUnwindSafe;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use futures_util::FutureExt as _;
+use futures_util::future::BoxFuture;
 use tokio::sync::Notify;
 
+use super::unstoppable::Unstoppable;
 use crate::error::StoreError;
 use crate::fingerprint::{Comparison, Fingerprints};
 use crate::record::{Claim, ClaimOutcome};
@@ -65,20 +68,20 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Desk {
-    /// Makes a claim by `work`, in a task that nobody can interrupt, or answers what is known of one
-    /// that is under way.
+    /// Makes a claim by `work`, which nobody can interrupt, or answers what is known of one that is under
+    /// way.
     ///
     /// # Cancel safety
     /// Dropping the future leaves the claim going on; the same holder may ask for its answer again.
-    pub(super) async fn claim<W, F>(
+    pub(super) async fn claim<W>(
         self: &Arc<Self>,
         key: StorageKey,
         claim: Claim,
+        gone: fn() -> StoreError,
         work: W,
     ) -> Answer
     where
-        W: FnOnce(Seat) -> F,
-        F: Future<Output = Answer> + Send + 'static,
+        W: FnOnce(Seat) -> BoxFuture<'static, Answer>,
     {
         let (pending, seat) = {
             let mut keys = lock(&self.keys);
@@ -101,11 +104,16 @@ impl Desk {
                 }
             }
         };
-        if let Some(seat) = seat {
-            let (work, pending) = (work(seat), Arc::clone(&pending));
-            tokio::spawn(async move { pending.serve(work).await });
-        }
-        let answer = pending.fetch().await;
+        let answer = match seat {
+            Some(seat) => {
+                let work = AssertUnwindSafe(work(seat)).catch_unwind();
+                let work = Unstoppable::new(work, move |work| {
+                    tokio::spawn(async move { pending.serve(work, gone).await });
+                });
+                work.await.unwrap_or_else(|_| Err(gone()))
+            }
+            None => pending.fetch().await,
+        };
         if let (Ok(ClaimOutcome::Acquired(_)), Some(entry)) =
             (&answer, lock(&self.keys).get_mut(&key))
         {
@@ -161,8 +169,13 @@ impl Entry {
 }
 
 impl Pending {
-    async fn serve(&self, work: impl Future<Output = Answer>) {
-        let answer = work.await;
+    /// Goes on with a claim whose caller has left.
+    async fn serve(
+        &self,
+        work: BoxFuture<'static, std::thread::Result<Answer>>,
+        gone: fn() -> StoreError,
+    ) {
+        let answer = work.await.unwrap_or_else(|_| Err(gone()));
         let granted = matches!(answer, Ok(ClaimOutcome::Acquired(_)));
         if self.abandoned.load(Ordering::SeqCst) {
             return;

@@ -43,7 +43,7 @@ impl<DB: Backend> Core<DB> {
                 if let Ok(done) = timeout(pause, committing.as_mut()).await {
                     break Ok(done);
                 }
-                let found = self.find_out(key, owner, completion).await;
+                let found = Box::pin(self.find_out(key, owner, completion)).await;
                 if found.is_some() || began.elapsed() > patience {
                     break Err(found);
                 }
@@ -51,7 +51,10 @@ impl<DB: Backend> Core<DB> {
             }
         };
         match answered {
-            Ok(Ok(())) => return Ended::Told(CompleteOutcome::Stored),
+            Ok(Ok(())) => {
+                self.shared().line.hand_on(session);
+                return Ended::Told(CompleteOutcome::Stored);
+            }
             Ok(Err(error)) => match weigh::<DB>(&error) {
                 Weight::Lost => {
                     tracing::warn!(key = %key.in_logs(), %error, "COMMIT was not answered")
@@ -75,7 +78,7 @@ impl<DB: Backend> Core<DB> {
         let _adrift = Adrift::of(&self.shared().adrift);
         let mut pause = FIRST_PAUSE;
         loop {
-            if let Some(ended) = self.find_out(key, owner, completion).await {
+            if let Some(ended) = Box::pin(self.find_out(key, owner, completion)).await {
                 return ended;
             }
             sleep(pause).await;
@@ -150,7 +153,7 @@ async fn confirm<DB: Backend>(session: &mut Session<DB>, key: StorageKey) -> sql
         let row = DB::look(connection, key, Lock::None).await?.row;
         let (record, _) = row.ok_or(sqlx::Error::RowNotFound)?;
         let state = record.get(1).copied().map_or(0, i16::from);
-        let row = Row { key, state, record: record.into(), expires: None };
+        let row = Row { key, state, record, expires: None };
         DB::update(connection, row).await?;
         session.commit().await
     };

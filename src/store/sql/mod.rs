@@ -14,10 +14,12 @@
 //! exported here. With `sqlite`, the program links the `libsqlite3-sys` of sqlx 0.9 (below 0.38), and
 //! cargo refuses a second one: `rusqlite` up to 0.39 fits, newer ones do not.
 
+mod claim;
 mod desk;
 mod fate;
 mod inspect;
 mod lease;
+mod line;
 mod notice;
 #[cfg(feature = "postgres")]
 pub mod postgres;
@@ -26,6 +28,7 @@ mod session;
 pub mod sqlite;
 mod transactional;
 mod tx;
+mod unstoppable;
 
 use bytes::Bytes;
 use futures_util::future::BoxFuture;
@@ -73,6 +76,47 @@ pub trait Backend: Database + sealed::Sealed {
         key: StorageKey,
     ) -> BoxFuture<'_, sqlx::Result<u64>>;
 
+    /// A look without a lock, of one who may go on to [`open`](Self::open).
+    #[doc(hidden)]
+    fn peek(
+        connection: &mut Self::Connection,
+        key: StorageKey,
+    ) -> BoxFuture<'_, sqlx::Result<Peeked>>;
+
+    /// Makes a connection able to [`open`](Self::open), until it ends.
+    #[doc(hidden)]
+    fn enable(connection: &mut Self::Connection) -> BoxFuture<'_, sqlx::Result<()>>;
+
+    /// Begins a transaction, writes a row that was not there, and sets the handler's limits and the
+    /// savepoint, all in one message. An error leaves a transaction that has to be rolled back; what is
+    /// there already is one.
+    #[doc(hidden)]
+    fn open<'c>(
+        connection: &'c mut Self::Connection,
+        opening: &'c Opening,
+        row: &'c Row,
+    ) -> BoxFuture<'c, sqlx::Result<()>>;
+
+    /// Writes the last row of a transaction, in the place of this record, and of no other one: 0 if it is
+    /// not there. Only COMMIT comes behind it, unless it [commits](Self::CLOSING_COMMITS) itself.
+    #[doc(hidden)]
+    fn close(
+        connection: &mut Self::Connection,
+        claimed: Bytes,
+        row: Row,
+    ) -> BoxFuture<'_, sqlx::Result<u64>>;
+
+    /// Begins a transaction.
+    #[doc(hidden)]
+    fn begin(connection: &mut Self::Connection, sql: SqlStr) -> BoxFuture<'_, sqlx::Result<()>>;
+
+    #[doc(hidden)]
+    fn commit(connection: &mut Self::Connection) -> BoxFuture<'_, sqlx::Result<()>>;
+
+    /// Rolls back what is open, in whatever state it is.
+    #[doc(hidden)]
+    fn rollback(connection: &mut Self::Connection) -> BoxFuture<'_, sqlx::Result<()>>;
+
     /// Runs statements without arguments.
     #[doc(hidden)]
     fn run(connection: &mut Self::Connection, sql: SqlStr) -> BoxFuture<'_, sqlx::Result<()>>;
@@ -90,9 +134,9 @@ pub trait Backend: Database + sealed::Sealed {
     #[doc(hidden)]
     fn ends(code: &str) -> bool;
 
-    /// Opens a transaction for the driver to roll back, where the database may have ended its own.
+    /// True if [`close`](Self::close) has committed what it has written, which then it does in one go.
     #[doc(hidden)]
-    const MEND: Option<&'static str>;
+    const CLOSING_COMMITS: bool;
 
     /// True if the database is at the other end of a line, which may be cut, or go silent.
     #[doc(hidden)]
@@ -126,7 +170,26 @@ pub enum Lock {
 #[expect(clippy::exhaustive_structs, reason = "not for use outside")]
 pub struct Found {
     pub now: i64,
-    pub row: Option<(Vec<u8>, i64)>,
+    pub row: Option<(Bytes, i64)>,
+}
+
+/// What was found by a look without a lock.
+#[doc(hidden)]
+#[derive(Debug)]
+#[expect(clippy::exhaustive_structs, reason = "not for use outside")]
+pub struct Peeked {
+    pub found: Found,
+    /// The connection can open a transaction and claim in one message.
+    pub able: bool,
+}
+
+/// What stands around a claim in the message that opens a transaction.
+#[doc(hidden)]
+#[derive(Clone, Debug)]
+#[expect(clippy::exhaustive_structs, reason = "not for use outside")]
+pub struct Opening {
+    pub before: Box<str>,
+    pub behind: Box<str>,
 }
 
 /// What is written.
@@ -172,7 +235,7 @@ impl Found {
         let current = match &self.row {
             // A row past its retention counts as absent, swept or not.
             Some((record, expires)) if *expires > self.now => {
-                Current::from_stored(Some(Bytes::copy_from_slice(record)))
+                Current::from_stored(Some(record.clone()))
             }
             Some(_) | None => Current::Absent,
         };
@@ -294,7 +357,8 @@ macro_rules! backend {
                     let record: Option<Vec<u8>> = sqlx::Row::try_get(&row, 1)?;
                     let expires: Option<i64> = sqlx::Row::try_get(&row, 2)?;
                     let now = sqlx::Row::try_get(&row, 0)?;
-                    Ok($crate::store::sql::Found { now, row: record.zip(expires) })
+                    let row = record.map(bytes::Bytes::from).zip(expires);
+                    Ok($crate::store::sql::Found { now, row })
                 })
             }
 
@@ -348,6 +412,62 @@ macro_rules! backend {
                 })
             }
 
+            fn peek(
+                connection: &mut $connection,
+                key: $crate::scope::StorageKey,
+            ) -> futures_util::future::BoxFuture<'_, sqlx::Result<$crate::store::sql::Peeked>> {
+                Box::pin($texts::peek(connection, key))
+            }
+
+            fn enable(
+                connection: &mut $connection,
+            ) -> futures_util::future::BoxFuture<'_, sqlx::Result<()>> {
+                Box::pin($texts::enable(connection))
+            }
+
+            fn open<'c>(
+                connection: &'c mut $connection,
+                opening: &'c $crate::store::sql::Opening,
+                row: &'c $crate::store::sql::Row,
+            ) -> futures_util::future::BoxFuture<'c, sqlx::Result<()>> {
+                Box::pin($texts::open(connection, opening, row))
+            }
+
+            fn close(
+                connection: &mut $connection,
+                claimed: bytes::Bytes,
+                row: $crate::store::sql::Row,
+            ) -> futures_util::future::BoxFuture<'_, sqlx::Result<u64>> {
+                Box::pin(async move {
+                    let close = sqlx::query($texts::CLOSE)
+                        .bind(&row.key.as_bytes()[..])
+                        .bind(row.state)
+                        .bind(&row.record[..])
+                        .bind(row.expires)
+                        .bind(&claimed[..]);
+                    $texts::closed(close.execute(connection).await)
+                })
+            }
+
+            fn begin(
+                connection: &mut $connection,
+                sql: sqlx::SqlStr,
+            ) -> futures_util::future::BoxFuture<'_, sqlx::Result<()>> {
+                Box::pin($texts::begin(connection, sql))
+            }
+
+            fn commit(
+                connection: &mut $connection,
+            ) -> futures_util::future::BoxFuture<'_, sqlx::Result<()>> {
+                Box::pin($texts::commit(connection))
+            }
+
+            fn rollback(
+                connection: &mut $connection,
+            ) -> futures_util::future::BoxFuture<'_, sqlx::Result<()>> {
+                Box::pin($texts::rollback(connection))
+            }
+
             fn run(
                 connection: &mut $connection,
                 sql: sqlx::SqlStr,
@@ -376,8 +496,8 @@ macro_rules! backend {
                 $texts::ends(code)
             }
 
-            const MEND: Option<&'static str> = $texts::MEND;
             const REMOTE: bool = $texts::REMOTE;
+            const CLOSING_COMMITS: bool = $texts::CLOSING_COMMITS;
 
             fn why_read_only(
                 connection: &mut $connection,

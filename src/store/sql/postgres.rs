@@ -1,16 +1,23 @@
 //! The stores in PostgreSQL.
 
+use std::fmt::Write as _;
 use std::time::Duration;
 
-use sqlx::postgres::{PgConnectOptions, PgConnection, PgPool, PgPoolOptions};
-use sqlx::{AssertSqlSafe, Postgres, SqlSafeStr as _, SqlStr};
+use bytes::Bytes;
+use sqlx::postgres::{
+    PgConnectOptions, PgConnection, PgPool, PgPoolOptions, PgQueryResult, PgTransactionManager,
+};
+use sqlx::{AssertSqlSafe, Connection as _, Postgres, Row as _, SqlSafeStr as _, SqlStr};
+use sqlx_core::transaction::TransactionManager as _;
 
 use super::inspect::{inspect, inspected};
 use super::lease::LeaseCore;
+use super::line::{Handing, Line};
 use super::session::reason;
 use super::transactional::{Core, SAVEPOINT, Texts};
-use super::{Weight, backend, not_done, store};
+use super::{Found, Opening, Peeked, Row, Weight, backend, not_done, store};
 use crate::error::StoreError;
+use crate::scope::StorageKey;
 
 /// The table, for a migration of one's own. [`PostgresStore::migrate`] runs it; it may run again.
 ///
@@ -75,20 +82,141 @@ const WHY_READ_ONLY: &str = "
 the server, this database or this user, and RESET takes it back'
         END";
 
+/// A look, and whether this session has prepared [`CLAIM`].
+const PEEK: &str = "
+    SELECT floor(extract(epoch FROM clock_timestamp()) * 1000)::bigint, k.record, k.expires_at,
+           current_setting('tower_idempotency.enabled', true) IS NOT DISTINCT FROM '1'
+      FROM (SELECT 1) AS one
+      LEFT JOIN idempotency_records AS k ON k.storage_key = $1";
+
+/// The claim of a key that nobody has, prepared at the server by name: a message of several statements
+/// takes no arguments, and this one would be planned anew each time.
+///
+/// It sets the limits of its transaction on the way, which as statements of their own would cost more
+/// than the claim. Behind BEGIN and SET, and within the statement, since a SELECT before it would take the
+/// snapshot too early:
+///
+/// * `$5`, `$6`: how long the handler may leave its transaction alone, and how long a statement may take.
+/// * Warnings are to be told, since a COMMIT may come with one.
+/// * The server looks every 250 ms if its client is still there. Otherwise the backend of a process that
+///   died would go on with its statement, and hold the key until that ends. A look is one system call, and
+///   only statements that take longer than this are ever looked at. A server whose interval is set keeps
+///   it; one that is older than 14 has none, and outside of Linux some refuse it.
+/// * The kernel finds out about clients that cannot be heard: after five seconds without a sign it asks
+///   three times, a second apart, and what was sent and is not confirmed after ten seconds is given up.
+///   Otherwise a key would wait for the idle limit, or, behind a busy backend, for hours. A server that is
+///   set to find out sooner keeps that.
+///
+/// Whoever is there already is a unique violation, not a row less: a message is answered as a whole.
+/// A look has gone before, so that this is a race that was lost.
+const CLAIM: &str = "\
+    PREPARE tower_idempotency_claim_1 (bytea, smallint, bytea, bigint, text, text) AS
+    INSERT INTO idempotency_records (storage_key, state, record, expires_at)
+    SELECT $1, $2, $3, $4
+     WHERE set_config('idle_in_transaction_session_timeout', $5, true) IS NOT NULL
+       AND set_config('statement_timeout', $6, true) IS NOT NULL
+       AND set_config('client_min_messages', 'warning', true) IS NOT NULL
+       AND CASE WHEN current_setting('client_connection_check_interval', true) = '0'
+                 AND version() LIKE '%linux%'
+                THEN set_config('client_connection_check_interval', '250', true) IS NOT NULL
+                ELSE true END
+       AND CASE WHEN current_setting('tcp_user_timeout', true) = '0'
+                 AND current_setting('tcp_keepalives_idle')::int > 5
+                 AND version() LIKE '%linux%'
+                THEN set_config('tcp_keepalives_idle', '5', true) IS NOT NULL
+                 AND set_config('tcp_keepalives_interval', '1', true) IS NOT NULL
+                 AND set_config('tcp_keepalives_count', '3', true) IS NOT NULL
+                 AND set_config('tcp_user_timeout', '10000', true) IS NOT NULL
+                ELSE true END";
+
+/// Says that [`CLAIM`] is prepared. A session that is reset loses both.
+const ENABLED: &str = "SET tower_idempotency.enabled = '1'";
+
 struct Sql;
 
 impl Sql {
     const LOOK: &str = LOOK;
     const LOOK_AND_LOCK: &str = LOOK_AND_LOCK;
     const SWEEP: &str = SWEEP;
-    const MEND: Option<&str> = None;
+    /// And COMMIT, which comes next, has no limit at the server.
+    const CLOSE: &str = "
+        UPDATE idempotency_records
+           SET state = $2, record = $3, expires_at = COALESCE($4, expires_at)
+         WHERE storage_key = $1 AND record = $5
+           AND set_config('statement_timeout', '0', true) IS NOT NULL";
     const REMOTE: bool = true;
     const WHY_READ_ONLY: Option<&str> = Some(WHY_READ_ONLY);
+    const CLOSING_COMMITS: bool = false;
 
     /// A transaction with a failed statement stays open, and refuses every other one.
     fn ends(_: &str) -> bool {
         false
     }
+
+    async fn peek(connection: &mut PgConnection, key: StorageKey) -> sqlx::Result<Peeked> {
+        let row = sqlx::query(PEEK).bind(&key.as_bytes()[..]).fetch_one(connection).await?;
+        let record: Option<Vec<u8>> = row.try_get(1)?;
+        let expires: Option<i64> = row.try_get(2)?;
+        let found = Found { now: row.try_get(0)?, row: record.map(Bytes::from).zip(expires) };
+        Ok(Peeked { found, able: row.try_get(3)? })
+    }
+
+    async fn enable(connection: &mut PgConnection) -> sqlx::Result<()> {
+        match sqlx::raw_sql(CLAIM).execute(&mut *connection).await {
+            Ok(_) => {}
+            // `RESET ALL` forgets the setting and keeps the statement.
+            Err(sqlx::Error::Database(error)) if error.code().as_deref() == Some("42P05") => {}
+            Err(error) => return Err(error),
+        }
+        sqlx::raw_sql(ENABLED).execute(connection).await.map(drop)
+    }
+
+    /// By the driver's own BEGIN, which takes several statements and writes none of them to a log.
+    async fn open(connection: &mut PgConnection, opening: &Opening, row: &Row) -> sqlx::Result<()> {
+        let Opening { before, behind } = opening;
+        let room = 2 * (row.key.as_bytes().len() + row.record.len()) + 64;
+        let mut text = String::with_capacity(before.len() + room + behind.len());
+        text.push_str(before);
+        push_bytes(&mut text, row.key.as_bytes());
+        let expires = row.expires.unwrap_or_default();
+        // A `String` takes everything.
+        let _ = write!(text, ", {}, ", row.state);
+        push_bytes(&mut text, &row.record);
+        let _ = write!(text, ", {expires}");
+        text.push_str(behind);
+        PgTransactionManager::begin(connection, Some(AssertSqlSafe(text).into_sql_str())).await
+    }
+
+    fn closed(done: sqlx::Result<PgQueryResult>) -> sqlx::Result<u64> {
+        done.map(|done| done.rows_affected())
+    }
+
+    async fn begin(connection: &mut PgConnection, sql: SqlStr) -> sqlx::Result<()> {
+        PgTransactionManager::begin(connection, Some(sql)).await
+    }
+
+    async fn commit(connection: &mut PgConnection) -> sqlx::Result<()> {
+        PgTransactionManager::commit(connection).await
+    }
+
+    async fn rollback(connection: &mut PgConnection) -> sqlx::Result<()> {
+        // The driver counts no transaction whose first message failed behind BEGIN. The server does.
+        match PgTransactionManager::get_transaction_depth(connection) {
+            0 => sqlx::raw_sql("ROLLBACK").execute(connection).await.map(drop),
+            _ => PgTransactionManager::rollback(connection).await,
+        }
+    }
+}
+
+/// As a literal, whatever the server makes of backslashes in plain ones.
+fn push_bytes(text: &mut String, bytes: &[u8]) {
+    const DIGITS: [u8; 16] = *b"0123456789abcdef";
+    text.push_str("E'\\\\x");
+    for byte in bytes {
+        text.push(char::from(DIGITS[usize::from(byte >> 4)]));
+        text.push(char::from(DIGITS[usize::from(byte & 15)]));
+    }
+    text.push('\'');
 }
 
 /// Two processes that make the table at the same moment would both try: one after the other.
@@ -150,6 +278,11 @@ pub enum Isolation {
 /// A request takes one connection, for the claim, the handler and the answer. One connection of the
 /// pool is kept out of that (of a pool of one: none), for finding out what became of a COMMIT, for
 /// replays, and for handlers that use the pool beside their [`Tx`](super::Tx). Twins take none.
+///
+/// On its first claim a connection prepares a statement by the name of `tower_idempotency_claim_1`, and the
+/// setting `tower_idempotency.enabled` of its session says so. A pool that [`connect`](Self::connect) makes
+/// does not ask a connection that was used within a second if it is alive, and while requests wait for
+/// their turn, connections are handed from one to the next without it.
 ///
 /// # Limits
 /// Within the transaction: `lock_timeout` 5 s, `idle_in_transaction_session_timeout` 30 s,
@@ -214,7 +347,15 @@ impl PostgresStore {
     /// # Errors
     /// [`StoreError`] if the URL is not one, or the server cannot be reached.
     pub async fn connect(url: &str) -> Result<Self, StoreError> {
-        Ok(Self::from_pool(connect(url).await?))
+        let pool = PgPoolOptions::new().test_before_acquire(false).before_acquire(|line, about| {
+            Box::pin(async move {
+                if about.idle_for > TRUSTED {
+                    line.ping().await?;
+                }
+                Ok(true)
+            })
+        });
+        Ok(Self::builder(connect(url, pool).await?).make(Handing::On))
     }
 
     /// On a pool that is there.
@@ -286,6 +427,10 @@ impl PostgresStoreBuilder {
     /// Makes the store.
     #[must_use]
     pub fn build(self) -> PostgresStore {
+        self.make(Handing::Off)
+    }
+
+    fn make(self, handing: Handing) -> PostgresStore {
         let Self { pool, isolation, lock_timeout, idle_timeout, statement_timeout } = self;
         let level = match isolation {
             Isolation::ReadCommitted => "READ COMMITTED",
@@ -300,10 +445,25 @@ impl PostgresStoreBuilder {
         let claimed = AssertSqlSafe(claimed).into_sql_str();
         let turns = pool.options().get_max_connections().saturating_sub(1).max(1) as usize;
         let lease = lease(pool.clone());
+        let opening = Opening {
+            before: format!(
+                "BEGIN ISOLATION LEVEL {level}; SET LOCAL lock_timeout = {}; \
+                 EXECUTE tower_idempotency_claim_1(",
+                ms(CLAIM_LOCK)
+            )
+            .into(),
+            behind: format!(
+                ", '{}', '{}'); SET LOCAL lock_timeout = {}; {SAVEPOINT}",
+                ms(idle_timeout),
+                ms(statement_timeout),
+                ms(lock_timeout)
+            )
+            .into(),
+        };
         let patience = Some(statement_timeout.saturating_add(SILENCE));
         let unlimited = Some("SET LOCAL statement_timeout = 0".into_sql_str());
-        let texts = Texts { begin, claimed, unlimited, patience };
-        PostgresStore(Core::new(pool, turns, texts, lease))
+        let texts = Texts { begin, claimed, opening, unlimited, patience };
+        PostgresStore(Core::new(pool, Line::new(turns, handing), texts, lease))
     }
 }
 
@@ -313,7 +473,7 @@ impl PostgresLeaseStore {
     /// # Errors
     /// [`StoreError`] if the URL is not one, or the server cannot be reached.
     pub async fn connect(url: &str) -> Result<Self, StoreError> {
-        Ok(Self::from_pool(connect(url).await?))
+        Ok(Self::from_pool(connect(url, PgPoolOptions::new()).await?))
     }
 
     /// On a pool that is there.
@@ -377,10 +537,14 @@ const CONNECT_WITHIN: Duration = Duration::from_secs(5);
 /// Ten requests at a time: a good start for a small service, and a tenth of a server's default.
 const CONNECTIONS: u32 = 10;
 
-async fn connect(url: &str) -> Result<PgPool, StoreError> {
+/// For how long an idle connection is believed to be alive without being asked. A request whose first
+/// look finds it dead takes another one.
+const TRUSTED: Duration = Duration::from_secs(1);
+
+async fn connect(url: &str, pool: PgPoolOptions) -> Result<PgPool, StoreError> {
     let options: PgConnectOptions =
         url.parse().map_err(|error| not_done::<Postgres>("connect", error))?;
-    let pool = PgPoolOptions::new()
+    let pool = pool
         .max_connections(CONNECTIONS)
         .acquire_timeout(CONNECT_WITHIN)
         .connect_lazy_with(options);

@@ -6,15 +6,14 @@
 //! the pool is free for another one.
 
 use std::future::Future;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use sqlx::pool::PoolConnection;
-use sqlx::{Connection as _, Pool, SqlSafeStr as _, SqlStr};
-use sqlx_core::transaction::TransactionManager as _;
+use sqlx::{Connection as _, Pool, SqlStr};
 use tokio::time::timeout;
 
 use super::notice::watched;
-use super::{Backend, Weight, weigh};
+use super::{Backend, Opening, Row, Weight, weigh};
 
 /// How long a statement of the store itself may take. It waits for a lock for a tenth of a second, and
 /// reads or writes one row by its key: whoever does not answer by then does not answer.
@@ -57,25 +56,45 @@ pub(super) struct Session<DB: Backend> {
     /// None when it was closed or given back.
     connection: Option<PoolConnection<DB>>,
     open: bool,
+    since: Instant,
 }
 
 impl<DB: Backend> Session<DB> {
-    /// Takes a connection of the pool.
+    /// Takes a connection of the pool, one that answers.
     pub(super) async fn acquire(pool: &Pool<DB>) -> sqlx::Result<Self> {
+        // Each that does not answer is out of the pool, and behind the last one is a new one.
+        for _ in 0..=pool.options().get_max_connections() {
+            let mut session = Self::acquire_untested(pool).await?;
+            if !DB::REMOTE || pool.options().get_test_before_acquire() {
+                return Ok(session);
+            }
+            let asked = async { session.connection()?.ping().await };
+            let asked = bounded::<DB, _>(ACQUIRE_FIRST, asked).await;
+            if session.seen(asked).is_ok() {
+                return Ok(session);
+            }
+        }
+        Err(sqlx::Error::PoolTimedOut)
+    }
+
+    /// Takes a connection of the pool, which may be dead where the pool does not ask.
+    pub(super) async fn acquire_untested(pool: &Pool<DB>) -> sqlx::Result<Self> {
         let mut limit = ACQUIRE_FIRST;
         let acquired = loop {
             if !DB::REMOTE {
-                break pool.acquire().await;
+                break Box::pin(pool.acquire()).await;
             }
-            match timeout(limit, pool.acquire()).await {
+            match timeout(limit, Box::pin(pool.acquire())).await {
                 Ok(acquired) => break acquired,
                 Err(_) if limit < ACQUIRE_LAST => limit *= 2,
                 Err(_) => break Err(sqlx::Error::PoolTimedOut),
             }
         };
         match acquired {
-            Ok(connection) => Ok(Self { connection: Some(connection), open: false }),
-            Err(error) => Err(reason(pool, error).await),
+            Ok(connection) => {
+                Ok(Self { connection: Some(connection), open: false, since: Instant::now() })
+            }
+            Err(error) => Err(Box::pin(reason(pool, error)).await),
         }
     }
 
@@ -88,10 +107,24 @@ impl<DB: Backend> Session<DB> {
     pub(super) async fn begun(mut self, begin: SqlStr) -> sqlx::Result<Self> {
         // From here on something may be open.
         self.open = true;
-        let begun = DB::TransactionManager::begin(self.connection()?, Some(begin));
+        let begun = DB::begin(self.connection()?, begin);
         let begun = bounded::<DB, _>(ANSWER_WITHIN, begun).await;
         self.seen(begun)?;
         Ok(self)
+    }
+
+    /// Begins a transaction and claims in it.
+    pub(super) async fn open(&mut self, opening: &Opening, row: &Row) -> sqlx::Result<()> {
+        // From here on something may be open.
+        self.open = true;
+        let opened = DB::open(self.connection()?, opening, row);
+        let opened = bounded::<DB, _>(ANSWER_WITHIN, opened).await;
+        self.seen(opened)
+    }
+
+    /// How long it has been out of its pool.
+    pub(super) fn age(&self) -> Duration {
+        self.since.elapsed()
     }
 
     pub(super) fn connection(&mut self) -> sqlx::Result<&mut DB::Connection> {
@@ -120,7 +153,7 @@ impl<DB: Backend> Session<DB> {
     ///
     /// A COMMIT that the server warns of is an error here, as one whose reply was lost.
     pub(super) async fn commit(&mut self) -> sqlx::Result<()> {
-        let (done, warned) = watched(DB::TransactionManager::commit(self.connection()?)).await;
+        let (done, warned) = watched(DB::commit(self.connection()?)).await;
         match (self.seen(done), warned) {
             (Ok(()), false) => {
                 self.open = false;
@@ -132,10 +165,15 @@ impl<DB: Backend> Session<DB> {
                 self.seen(Err(sqlx::Error::Protocol(why.to_owned())))
             }
             (Err(error), _) => {
-                self.rollback().await;
+                Box::pin(self.rollback()).await;
                 Err(error)
             }
         }
+    }
+
+    /// A statement has committed.
+    pub(super) fn committed(&mut self) {
+        self.open = false;
     }
 
     /// Rolls back; a connection that cannot even do this is closed, and its transaction goes with it.
@@ -144,7 +182,7 @@ impl<DB: Backend> Session<DB> {
         if !std::mem::take(&mut self.open) {
             return;
         }
-        if let Err(error) = bounded::<DB, _>(ROLLBACK_WITHIN, undo::<DB>(connection)).await {
+        if let Err(error) = bounded::<DB, _>(ROLLBACK_WITHIN, DB::rollback(connection)).await {
             tracing::debug!(%error, "a transaction ended without a rollback");
             self.close();
         }
@@ -154,37 +192,27 @@ impl<DB: Backend> Session<DB> {
 impl<DB: Backend> Drop for Session<DB> {
     /// Gives the connection back, with nothing open on it.
     fn drop(&mut self) {
-        let (connection, open) = (self.connection.take(), self.open);
+        let (connection, open, since) = (self.connection.take(), self.open, self.since);
         let Some(connection) = connection else { return };
         match tokio::runtime::Handle::try_current() {
             Ok(runtime) => {
-                let mut session = Self { connection: None, open };
+                let mut session = Self { connection: None, open, since };
                 runtime.spawn(async move {
                     session.connection = Some(connection);
-                    session.rollback().await;
+                    if open {
+                        Box::pin(session.rollback()).await;
+                    }
                     if let Some(mut connection) = session.connection.take() {
-                        let back = async {
+                        let back = Box::pin(async {
                             connection.return_to_pool().await;
                             Ok(())
-                        };
+                        });
                         drop(bounded::<DB, ()>(ROLLBACK_WITHIN, back).await);
                     }
                 });
             }
             Err(_) => drop(connection.detach()),
         }
-    }
-}
-
-/// Rolls back. SQLite may have done it already, when a disk was full; then the driver's own ROLLBACK
-/// fails, and it would count the transaction as open for as long as the connection lives.
-async fn undo<DB: Backend>(connection: &mut DB::Connection) -> sqlx::Result<()> {
-    match (DB::TransactionManager::rollback(connection).await, DB::MEND) {
-        (Err(_), Some(begin)) => {
-            DB::run(connection, begin.into_sql_str()).await?;
-            DB::TransactionManager::rollback(connection).await
-        }
-        (done, _) => done,
     }
 }
 

@@ -1,19 +1,22 @@
 //! The stores in SQLite.
 
 use std::path::Path;
-use std::time::Duration;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
+use bytes::Bytes;
 use sqlx::sqlite::{
     SqliteConnectOptions, SqliteConnection, SqliteJournalMode, SqlitePool, SqlitePoolOptions,
-    SqliteSynchronous,
+    SqliteQueryResult, SqliteSynchronous,
 };
-use sqlx::{SqlSafeStr as _, Sqlite};
+use sqlx::{Row as _, SqlSafeStr as _, SqlStr, Sqlite};
 
 use super::inspect::{inspect, inspected};
 use super::lease::LeaseCore;
+use super::line::{Handing, Line};
 use super::transactional::{Core, SAVEPOINT, Texts};
-use super::{Weight, backend, not_done, store};
+use super::{Found, Opening, Peeked, Row, Weight, backend, not_done, store};
 use crate::error::{StoreError, StoreErrorKind};
+use crate::scope::StorageKey;
 
 /// The table, for a migration of one's own. [`SqliteStore::migrate`] runs it; it may run again.
 pub const SCHEMA: &str = "\
@@ -64,14 +67,93 @@ impl Sql {
              WHERE expires_at <= CAST(strftime('%s', 'now') AS INTEGER) * 1000
                                    + CAST(substr(strftime('%f', 'now'), 4) AS INTEGER)
              ORDER BY expires_at LIMIT $1)";
-    const MEND: Option<&str> = Some("BEGIN");
     const REMOTE: bool = false;
     const WHY_READ_ONLY: Option<&str> = None;
+    const CLOSING_COMMITS: bool = true;
+    /// A sum that is too large is an error, behind which nothing is committed. There is no plainer one
+    /// outside of triggers.
+    const CLOSE: &str = "
+        UPDATE idempotency_records
+           SET state = $2, record = $3, expires_at = COALESCE($4, expires_at)
+         WHERE storage_key = $1 AND record = $5;
+        SELECT CASE changes() WHEN 1 THEN 1 ELSE abs(-9223372036854775807 - 1) END;
+        COMMIT";
+    /// A clock of this machine is this process's clock.
+    const PEEK: &str = "SELECT record, expires_at FROM idempotency_records WHERE storage_key = $1";
+    /// One way to the thread of the connection instead of three. The driver keeps each of the statements
+    /// prepared.
+    const OPEN: &str = "
+        BEGIN IMMEDIATE;
+        INSERT INTO idempotency_records (storage_key, state, record, expires_at)
+        VALUES ($1, $2, $3, $4);
+        SAVEPOINT idempotency_claim";
 
     /// SQLITE_NOMEM, SQLITE_INTERRUPT, SQLITE_IOERR, SQLITE_FULL
     /// (<https://www.sqlite.org/lang_transaction.html>, "response to errors within a transaction").
     fn ends(code: &str) -> bool {
         matches!(code.parse::<u32>().map(|code| code & 0xff), Ok(7 | 9 | 10 | 13))
+    }
+
+    async fn peek(connection: &mut SqliteConnection, key: StorageKey) -> sqlx::Result<Peeked> {
+        let peek = sqlx::query(Self::PEEK).bind(&key.as_bytes()[..]);
+        let row = peek.fetch_optional(connection).await?;
+        let row = match row {
+            Some(row) => {
+                Some((Bytes::from(row.try_get::<Vec<u8>, _>(0)?), row.try_get::<i64, _>(1)?))
+            }
+            None => None,
+        };
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        let now = i64::try_from(now.as_millis()).unwrap_or(i64::MAX);
+        Ok(Peeked { found: Found { now, row }, able: true })
+    }
+
+    /// SQLITE_ERROR is what the sum comes to.
+    fn closed(done: sqlx::Result<SqliteQueryResult>) -> sqlx::Result<u64> {
+        match done {
+            Ok(_) => Ok(1),
+            Err(sqlx::Error::Database(error)) if error.code().as_deref() == Some("1") => Ok(0),
+            Err(error) => Err(error),
+        }
+    }
+
+    async fn enable(_: &mut SqliteConnection) -> sqlx::Result<()> {
+        Ok(())
+    }
+
+    async fn open(connection: &mut SqliteConnection, _: &Opening, row: &Row) -> sqlx::Result<()> {
+        sqlx::query(Self::OPEN)
+            .bind(&row.key.as_bytes()[..])
+            .bind(row.state)
+            .bind(&row.record[..])
+            .bind(row.expires)
+            .execute(connection)
+            .await
+            .map(drop)
+    }
+
+    // Transactions are begun and ended by statements, not by the driver's own commands: these are parsed
+    // anew each time, and count a transaction that the database has ended by itself as open.
+
+    async fn begin(connection: &mut SqliteConnection, sql: SqlStr) -> sqlx::Result<()> {
+        sqlx::query(sql).execute(connection).await.map(drop)
+    }
+
+    async fn commit(connection: &mut SqliteConnection) -> sqlx::Result<()> {
+        sqlx::query("COMMIT").execute(connection).await.map(drop)
+    }
+
+    /// SQLite may have done it already, when a disk was full: then there is nothing to roll back, and
+    /// something can be begun.
+    async fn rollback(connection: &mut SqliteConnection) -> sqlx::Result<()> {
+        let rollback = "ROLLBACK";
+        match sqlx::query(rollback).execute(&mut *connection).await {
+            Ok(_) => Ok(()),
+            Err(_) => {
+                sqlx::query("BEGIN").execute(&mut *connection).await?;
+                sqlx::query(rollback).execute(connection).await.map(drop)
+            }
+        }
     }
 }
 
@@ -136,7 +218,7 @@ impl SqliteStore {
     /// [`StoreError`] if it cannot be opened. `:memory:` is refused: a database in memory belongs to
     /// one connection.
     pub async fn open(path: impl AsRef<Path>) -> Result<Self, StoreError> {
-        Ok(Self::new(open(path.as_ref()).await?))
+        Ok(Self::new(open(path.as_ref()).await?, Handing::On))
     }
 
     /// On a pool that is there.
@@ -146,14 +228,16 @@ impl SqliteStore {
     /// be `FULL` (or `EXTRA`), which is the default.
     pub async fn from_pool(pool: SqlitePool) -> Result<Self, StoreError> {
         durable(&pool).await?;
-        Ok(Self::new(pool))
+        Ok(Self::new(pool, Handing::Off))
     }
 
-    fn new(pool: SqlitePool) -> Self {
+    fn new(pool: SqlitePool, handing: Handing) -> Self {
         let lease = LeaseCore::new(pool.clone(), BEGIN.into_sql_str());
         let claimed = SAVEPOINT.into_sql_str();
-        let texts = Texts { begin: BEGIN.into_sql_str(), claimed, unlimited: None, patience: None };
-        Self(Core::new(pool, 1, texts, lease))
+        let opening = Opening { before: Box::default(), behind: Box::default() };
+        let begin = BEGIN.into_sql_str();
+        let texts = Texts { begin, claimed, opening, unlimited: None, patience: None };
+        Self(Core::new(pool, Line::new(1, handing), texts, lease))
     }
 
     /// Makes the table if it is not there.
@@ -250,7 +334,8 @@ fn options(path: &Path) -> Result<SqliteConnectOptions, StoreError> {
 async fn connect(options: SqliteConnectOptions) -> Result<SqlitePool, StoreError> {
     let mut tries = 0;
     loop {
-        let pool = SqlitePoolOptions::new().max_connections(CONNECTIONS);
+        // A connection to a file is a thread of this process: asked or not, it is there.
+        let pool = SqlitePoolOptions::new().max_connections(CONNECTIONS).test_before_acquire(false);
         match pool.connect_with(options.clone()).await {
             // Several processes may make the file at the same moment; SQLite lets one of them do it,
             // and refuses the others without waiting.

@@ -1,23 +1,28 @@
 //! One transaction for key, effect and answer. The same for both databases.
 
 use std::fmt;
+use std::future::Future;
+use std::panic::AssertUnwindSafe;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
+use bytes::Bytes;
+use futures_util::FutureExt as _;
 use sqlx::{Pool, SqlStr};
-use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
-use tokio::time::timeout;
+use tokio::sync::watch;
 
-use super::desk::{Desk, Seat};
+use super::desk::Desk;
 use super::lease::LeaseCore;
-use super::session::{ANSWER_WITHIN, Session, bounded};
+use super::line::Line;
+use super::session::bounded;
 use super::tx::{Open, Unit};
-use super::{Backend, Lock, Weight, maybe_done, not_done, step, task_gone, weigh};
+use super::unstoppable::Unstoppable;
+use super::{Backend, Opening, Row, Weight, step, task_gone, weigh};
 use crate::error::{StoreError, StoreErrorKind};
 use crate::record::{
-    self, Change, Claim, ClaimOutcome, CompleteOutcome, Completion, Owner, Release, ReleaseOutcome,
-    RenewOutcome, Renewal, Resolution, ResolveOutcome, Step, Writes,
+    self, Change, Claim, ClaimOutcome, CompleteOutcome, Completion, Current, Millis, Owner,
+    Release, ReleaseOutcome, RenewOutcome, Renewal, Resolution, ResolveOutcome, Step, Writes,
 };
 use crate::scope::StorageKey;
 use crate::store::Lease;
@@ -29,11 +34,8 @@ pub(super) struct Shared<DB: Backend> {
     pool: Pool<DB>,
     pub(super) texts: Texts,
     desk: Arc<Desk>,
-    /// The right to have a transaction open.
-    turns: Arc<Semaphore>,
-    /// How many turns there are.
-    turns_max: usize,
-    /// How many of them wait to be told what became of a COMMIT, and nobody knows when.
+    pub(super) line: Line<DB>,
+    /// How many turns wait to be told what became of a COMMIT, and nobody knows when.
     pub(super) adrift: AtomicUsize,
     lease: LeaseCore<DB>,
 }
@@ -44,6 +46,8 @@ pub(super) struct Texts {
     pub(super) begin: SqlStr,
     /// After the claim: sets the handler's limits, and the savepoint.
     pub(super) claimed: SqlStr,
+    /// All of that in one message, around the claim of a key that nobody has.
+    pub(super) opening: Opening,
     /// Before COMMIT, which has no limit at the server: one that is cancelled while it waits for a standby
     /// reports a success that may still be lost.
     pub(super) unlimited: Option<SqlStr>,
@@ -56,15 +60,33 @@ pub(super) struct Texts {
 pub(super) const SAVEPOINT: &str = "SAVEPOINT idempotency_claim";
 const UNDO: &str = "ROLLBACK TO SAVEPOINT idempotency_claim";
 
-/// How long a claim waits for its turn and for a connection. Its caller asks for seconds at most;
-/// whoever waits longer finds nobody.
-const TURN_WITHIN: Duration = Duration::from_secs(10);
-
 /// A run with an open transaction: what the lease carries.
-struct Running<DB: Backend> {
+pub(super) struct Running<DB: Backend> {
     unit: Arc<Unit<DB>>,
+    /// What the row of the key says in this transaction, if it is known.
+    claimed: Option<Claimed>,
     /// The end that is under way, or was reached.
     ending: Mutex<Option<watch::Receiver<Option<Ended>>>>,
+}
+
+/// A row that this transaction has written.
+pub(super) struct Claimed {
+    pub(super) record: Bytes,
+    pub(super) clock: Clock,
+}
+
+/// The database's clock, as it was read, and how long ago.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Clock {
+    pub(super) at: Millis,
+    pub(super) read: Instant,
+}
+
+impl Clock {
+    pub(super) fn now(&self) -> Millis {
+        let since = u64::try_from(self.read.elapsed().as_millis()).unwrap_or(u64::MAX);
+        Millis(self.at.0.saturating_add(since))
+    }
 }
 
 /// How a run ended.
@@ -75,6 +97,12 @@ pub(super) enum Ended {
     Again,
     /// Everything is undone, since there is no room.
     Full,
+}
+
+/// Where a transaction stands whose response was stored.
+enum Stage {
+    Open,
+    Committed,
 }
 
 /// How a run is to end.
@@ -91,10 +119,9 @@ impl<DB: Backend> Clone for Core<DB> {
 }
 
 impl<DB: Backend> Core<DB> {
-    pub(super) fn new(pool: Pool<DB>, turns: usize, texts: Texts, lease: LeaseCore<DB>) -> Self {
-        let (turns_max, turns) = (turns, Arc::new(Semaphore::new(turns)));
+    pub(super) fn new(pool: Pool<DB>, line: Line<DB>, texts: Texts, lease: LeaseCore<DB>) -> Self {
         let (desk, adrift) = (Arc::default(), AtomicUsize::new(0));
-        Self(Arc::new(Shared { pool, texts, desk, turns, turns_max, adrift, lease }))
+        Self(Arc::new(Shared { pool, texts, desk, line, adrift, lease }))
     }
 
     pub(super) fn name(&self) -> &'static str {
@@ -119,107 +146,9 @@ impl<DB: Backend> Core<DB> {
         claim: Claim,
     ) -> Result<ClaimOutcome<Lease>, StoreError> {
         let core = self.clone();
-        let work = move |seat| async move { core.open(key, claim, seat).await };
-        self.0.desk.claim(key, claim, work).await
-    }
-
-    /// Makes a claim. Runs in a task that nobody drops: a BEGIN that is dropped on its way leaves an
-    /// open transaction in the pool.
-    async fn open(
-        self,
-        key: StorageKey,
-        claim: Claim,
-        seat: Seat,
-    ) -> Result<ClaimOutcome<Lease>, StoreError> {
-        let failed = |error| not_done::<DB>("claim", error);
-        let mut looked = false;
-        let turn = match Arc::clone(&self.0.turns).try_acquire_owned() {
-            Ok(turn) => turn,
-            Err(_) => {
-                // An answer that stands already needs no turn.
-                let mut session = Session::acquire(&self.0.pool).await.map_err(failed)?;
-                if let Some(outcome) = stands::<DB>(&mut session, key, &claim).await? {
-                    return Ok(outcome);
-                }
-                drop(session);
-                looked = true;
-                self.turn().await?
-            }
-        };
-        let mut session = Session::acquire(&self.0.pool).await.map_err(failed)?;
-        if !looked && let Some(outcome) = stands::<DB>(&mut session, key, &claim).await? {
-            return Ok(outcome);
-        }
-        match session.begun(self.0.texts.begin.clone()).await {
-            Ok(session) => self.take(key, claim, Open::new(session, seat, turn)).await,
-            Err(error) => Self::refused(error),
-        }
-    }
-
-    async fn turn(&self) -> Result<OwnedSemaphorePermit, StoreError> {
-        let turn = Arc::clone(&self.0.turns).acquire_owned();
-        match timeout(TURN_WITHIN, turn).await {
-            Ok(Ok(turn)) => Ok(turn),
-            Ok(Err(_)) | Err(_) => {
-                Err(StoreError::new(StoreErrorKind::Unavailable, DB::STORE, "claim"))
-            }
-        }
-    }
-
-    /// Claims the key in an open transaction.
-    async fn take(
-        &self,
-        key: StorageKey,
-        claim: Claim,
-        mut open: Open<DB>,
-    ) -> Result<ClaimOutcome<Lease>, StoreError> {
-        let claimed = async {
-            let connection = open.session()?.connection()?;
-            let verb = |current, now| record::claim(current, now, &claim);
-            let outcome = step::<DB, _>(connection, key, &verb).await?;
-            if let ClaimOutcome::Acquired(_) = &outcome {
-                DB::run(connection, self.0.texts.claimed.clone()).await?;
-            }
-            Ok::<_, sqlx::Error>(outcome)
-        };
-        let claimed = bounded::<DB, _>(ANSWER_WITHIN, claimed).await;
-        let grant = match open.session().and_then(|session| session.seen(claimed)) {
-            Ok(ClaimOutcome::Acquired(grant)) => grant,
-            Ok(outcome @ ClaimOutcome::Indeterminate(_)) => {
-                // The record says so from now on.
-                let committed = async { open.session()?.commit().await };
-                let committed = bounded::<DB, _>(ANSWER_WITHIN, committed).await;
-                let committed = open.session().and_then(|session| session.seen(committed));
-                committed.map_err(|error| maybe_done::<DB>("claim", error))?;
-                return Ok(outcome.map(|_| unreachable!("an outcome without a grant")));
-            }
-            Ok(outcome) => {
-                open.rollback().await;
-                return Ok(outcome.map(|_| unreachable!("an outcome without a grant")));
-            }
-            Err(error) => {
-                open.rollback().await;
-                return Self::refused(error);
-            }
-        };
-        let unit = Arc::new(Unit::new(open, self.0.texts.patience));
-        let running = Running { unit: Arc::clone(&unit), ending: Mutex::default() };
-        let mut lease = Lease::new(key, &claim, grant).repeatable();
-        lease.attachments_mut().insert(unit);
-        lease.attachments_mut().insert(Arc::new(running));
-        Ok(ClaimOutcome::Acquired(lease))
-    }
-
-    fn refused(error: sqlx::Error) -> Result<ClaimOutcome<Lease>, StoreError> {
-        match weigh::<DB>(&error) {
-            Weight::Locked => Ok(ClaimOutcome::InFlight { remaining: Duration::ZERO }),
-            Weight::Conflict
-            | Weight::Lost
-            | Weight::Unreached
-            | Weight::Full
-            | Weight::Constraint
-            | Weight::Refused => Err(not_done::<DB>("claim", error)),
-        }
+        let work = move |seat| core.open(key, claim, seat).boxed();
+        let gone = || task_gone::<DB>("claim");
+        self.0.desk.claim(key, claim, gone, work).await
     }
 
     /// There is nothing to renew: the open transaction is the lease.
@@ -279,7 +208,7 @@ impl<DB: Backend> Core<DB> {
 
     pub(super) async fn ready(&self) -> Result<(), StoreError> {
         self.0.lease.ready().await?;
-        if self.0.adrift.load(Ordering::Acquire) < self.0.turns_max {
+        if self.0.adrift.load(Ordering::Acquire) < self.0.line.turns_max() {
             return Ok(());
         }
         let why = "every turn waits to be told what became of its COMMIT: no key can be claimed";
@@ -294,11 +223,19 @@ impl<DB: Backend> Core<DB> {
         end: End,
         operation: &'static str,
     ) -> Result<CompleteOutcome, StoreError> {
-        let mut ended = {
+        let (mut ended, work) = {
             let mut ending = running.ending.lock().unwrap_or_else(PoisonError::into_inner);
-            let started = || self.settle(running, lease, end);
-            ending.get_or_insert_with(started).clone()
+            match &*ending {
+                Some(ended) => (ended.clone(), None),
+                None => {
+                    let (ended, work) = self.settle(running, lease, end);
+                    (ending.insert(ended).clone(), Some(work))
+                }
+            }
         };
+        if let Some(work) = work {
+            work.await;
+        }
         let told = ended.wait_for(Option::is_some).await.map(|ended| ended.clone());
         match told.ok().flatten() {
             Some(Ended::Told(outcome)) => Ok(outcome),
@@ -310,28 +247,36 @@ impl<DB: Backend> Core<DB> {
         }
     }
 
-    /// Ends a run in a task that nobody drops: a COMMIT is sent once, and asked after until it is known
-    /// what became of it.
+    /// Ends a run by work that goes on though nobody waits: a COMMIT is sent once, and asked after until it
+    /// is known what became of it.
     fn settle(
         &self,
         running: &Arc<Running<DB>>,
         lease: &Lease,
         end: End,
-    ) -> watch::Receiver<Option<Ended>> {
+    ) -> (watch::Receiver<Option<Ended>>, impl Future<Output = ()> + Send + use<DB>) {
         let (tell, told) = watch::channel(None);
-        let (core, unit) = (self.clone(), Arc::clone(&running.unit));
+        let (core, running) = (self.clone(), Arc::clone(running));
         let (key, owner) = (lease.key(), *lease.owner());
-        tokio::spawn(async move {
-            let ended = core.finish(&unit, key, &owner, &end).await;
+        let work = Box::pin(async move {
+            let ended = core.finish(&running, key, &owner, &end).await;
             tell.send_replace(Some(ended));
         });
-        told
+        // A panic is seen by the channel being closed.
+        let work = AssertUnwindSafe(work).catch_unwind().map(drop);
+        (told, Unstoppable::new(work, |work| drop(tokio::spawn(work))))
     }
 
-    async fn finish(&self, unit: &Unit<DB>, key: StorageKey, owner: &Owner, end: &End) -> Ended {
+    async fn finish(
+        &self,
+        running: &Running<DB>,
+        key: StorageKey,
+        owner: &Owner,
+        end: &End,
+    ) -> Ended {
         let undone = Ended::Told(CompleteOutcome::RolledBack);
-        let held = unit.close();
-        let failure = unit.failure();
+        let held = running.unit.close();
+        let failure = running.unit.failure();
         let Some(mut open) = held else {
             tracing::error!(
                 key = %key.in_logs(),
@@ -345,12 +290,12 @@ impl<DB: Backend> Core<DB> {
                 return Ended::Again;
             }
             Some(Weight::Conflict) => {
-                open.rollback().await;
+                Box::pin(open.rollback()).await;
                 return Ended::Again;
             }
             // Whatever the handler made of it, it could not do its work.
             Some(Weight::Full) if matches!(end, End::Complete(_)) => {
-                open.rollback().await;
+                Box::pin(open.rollback()).await;
                 return Ended::Full;
             }
             Some(
@@ -365,7 +310,7 @@ impl<DB: Backend> Core<DB> {
         let completion = match end {
             End::Complete(completion) if completion.writes != Writes::RollBack => completion,
             End::Complete(_) | End::RollBack => {
-                open.rollback().await;
+                Box::pin(open.rollback()).await;
                 return undone;
             }
         };
@@ -374,18 +319,29 @@ impl<DB: Backend> Core<DB> {
                 key = %key.in_logs(), code = failure.code,
                 "a statement failed and the handler answered as if it had not: everything is rolled back"
             );
-            open.rollback().await;
+            Box::pin(open.rollback()).await;
             return undone;
         }
-        match self.store(&mut open, key, owner, completion).await {
-            Ok(CompleteOutcome::Stored) => {}
-            Ok(outcome) => {
+        match self.store(&mut open, running.claimed.as_ref(), key, owner, completion).await {
+            Ok((CompleteOutcome::Stored, Stage::Open)) => {}
+            Ok((CompleteOutcome::Stored, Stage::Committed)) => {
+                if let Some((mut session, _held)) = open.into_parts() {
+                    session.committed();
+                    self.0.line.hand_on(session);
+                }
+                return Ended::Told(CompleteOutcome::Stored);
+            }
+            Ok((outcome, _)) => {
                 tracing::error!(key = %key.in_logs(), ?outcome, "the claim has vanished from its transaction");
-                open.rollback().await;
+                Box::pin(open.rollback()).await;
                 return undone;
             }
             Err(error) => {
-                open.rollback().await;
+                Box::pin(open.rollback()).await;
+                // A deferred constraint: who runs again may find that the other one was there first.
+                if DB::CLOSING_COMMITS && weigh::<DB>(&error) == Weight::Constraint {
+                    return Ended::Again;
+                }
                 return self.undone_by(key, &error);
             }
         }
@@ -396,21 +352,40 @@ impl<DB: Backend> Core<DB> {
     async fn store(
         &self,
         open: &mut Open<DB>,
+        claimed: Option<&Claimed>,
         key: StorageKey,
         owner: &Owner,
         completion: &Completion,
-    ) -> sqlx::Result<CompleteOutcome> {
+    ) -> sqlx::Result<(CompleteOutcome, Stage)> {
         let stored = async {
             let connection = open.session()?.connection()?;
             if completion.writes == Writes::Undo {
                 DB::run(connection, sqlx::SqlSafeStr::into_sql_str(UNDO)).await?;
             }
             let verb = |current, now| record::complete(current, now, owner, completion);
-            let outcome = step::<DB, _>(connection, key, &verb).await?;
+            if let Some(Claimed { record, clock }) = claimed {
+                // Nobody else can have changed what this transaction has written; whether the handler
+                // has, the statement sees.
+                let current = Current::from_stored(Some(record.clone()));
+                let Step { change, outcome } = verb(current, clock.now());
+                if let (Change::Write { record: completed, expires }, CompleteOutcome::Stored) =
+                    (change, &outcome)
+                {
+                    let row = Row::new(key, &completed, expires);
+                    if DB::close(connection, record.clone(), row).await? == 1 {
+                        let committed = DB::CLOSING_COMMITS;
+                        return Ok((
+                            outcome,
+                            if committed { Stage::Committed } else { Stage::Open },
+                        ));
+                    }
+                }
+            }
+            let outcome = Box::pin(step::<DB, _>(connection, key, &verb)).await?;
             if let Some(unlimited) = &self.0.texts.unlimited {
                 DB::run(connection, unlimited.clone()).await?;
             }
-            Ok(outcome)
+            Ok((outcome, Stage::Open))
         };
         // It may have to wait for a statement that the handler has left alone.
         let stored = match self.0.texts.patience {
@@ -436,20 +411,6 @@ impl<DB: Backend> Core<DB> {
     }
 }
 
-/// What is known of a key without claiming it, if that is an answer.
-async fn stands<DB: Backend>(
-    session: &mut Session<DB>,
-    key: StorageKey,
-    claim: &Claim,
-) -> Result<Option<ClaimOutcome<Lease>>, StoreError> {
-    let look = async { DB::look(session.connection()?, key, Lock::None).await };
-    let found = bounded::<DB, _>(ANSWER_WITHIN, look).await;
-    let found = session.seen(found).map_err(|error| not_done::<DB>("claim", error))?;
-    let (current, now) = found.current();
-    let Step { change, outcome } = record::claim(current, now, claim);
-    Ok((change == Change::Keep).then(|| outcome.map(|_| unreachable!("a grant without a change"))))
-}
-
 fn running<DB: Backend>(lease: &Lease) -> Option<&Arc<Running<DB>>> {
     lease.attachments().get::<Arc<Running<DB>>>()
 }
@@ -459,8 +420,14 @@ impl<DB: Backend> fmt::Debug for Core<DB> {
         f.debug_struct("Core")
             .field("database", &DB::STORE)
             .field("desk", &self.0.desk)
-            .field("turns", &self.0.turns.available_permits())
+            .field("line", &self.0.line)
             .finish_non_exhaustive()
+    }
+}
+
+impl<DB: Backend> Running<DB> {
+    pub(super) fn new(unit: Arc<Unit<DB>>, claimed: Option<Claimed>) -> Self {
+        Self { unit, claimed, ending: Mutex::default() }
     }
 }
 

@@ -1,0 +1,260 @@
+//! A claim in a transaction of its own: a look, and if nobody has the key, one message that opens the
+//! transaction and takes it.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use futures_util::FutureExt as _;
+
+use super::desk::Seat;
+use super::line::Turn;
+use super::session::{ANSWER_WITHIN, Session, bounded};
+use super::transactional::{Claimed, Clock, Core, Running};
+use super::tx::{Open, Unit};
+use super::{Backend, Found, Peeked, Row, Weight, maybe_done, not_done, step, weigh};
+use crate::error::{StoreError, StoreErrorKind};
+use crate::record::{self, Change, Claim, ClaimOutcome, Current, Grant, Step};
+use crate::scope::StorageKey;
+use crate::store::Lease;
+
+/// How long the first look may take, on a connection that nobody has asked if it is alive.
+const FIRST_LOOK: Duration = Duration::from_secs(1);
+/// A claim that took longer than this waited for somebody, and what it says of the time is old.
+const CLAIM_FRESH: Duration = Duration::from_millis(10);
+
+impl<DB: Backend> Core<DB> {
+    /// Makes a claim. Nobody drops it: a BEGIN that is dropped on its way leaves an open transaction in the
+    /// pool.
+    pub(super) async fn open(
+        self,
+        key: StorageKey,
+        claim: Claim,
+        seat: Seat,
+    ) -> Result<ClaimOutcome<Lease>, StoreError> {
+        let failed = |error| not_done::<DB>("claim", error);
+        let line = &self.shared().line;
+        // Here and below what is rarely done has a future of its own: all others are moved, and so should
+        // be small.
+        let acquire = || Session::acquire(self.pool()).boxed();
+        // An answer that stands already needs no turn.
+        let look = |acquired: sqlx::Result<Session<DB>>| {
+            let looked = async { acquired?.peek(key, ANSWER_WITHIN).await };
+            let answer = looked.map(|peeked| match peeked {
+                Ok(peeked) => stands(&peeked.found, &claim).map(Ok),
+                Err(error) => Some(Err(failed(error))),
+            });
+            answer.boxed()
+        };
+        let (turn, session) = match line.turn(acquire, look).await {
+            Ok(Turn { turn, session }) => (turn, session),
+            Err(Some(answer)) => return answer,
+            Err(None) => {
+                return Err(StoreError::new(StoreErrorKind::Unavailable, DB::STORE, "claim"));
+            }
+        };
+        let (mut session, peeked) = self.look(key, session).await.map_err(failed)?;
+        if let Some(outcome) = stands(&peeked.found, &claim) {
+            line.hand_on(session);
+            return Ok(outcome);
+        }
+        // A row that is there, though past its retention, is judged under its lock.
+        if peeked.found.row.is_none() {
+            match self.first(&mut session, key, &claim, &peeked).await {
+                Ok(Some((grant, claimed))) => {
+                    let open = Open::new(session, seat, turn);
+                    return Ok(self.granted(key, &claim, grant, open, Some(claimed)));
+                }
+                // A race is lost, and who has won it will be seen.
+                Ok(None) => Box::pin(session.rollback()).await,
+                Err(error) => {
+                    Box::pin(session.rollback()).await;
+                    return Self::refused(error);
+                }
+            }
+        }
+        match Box::pin(session.begun(self.shared().texts.begin.clone())).await {
+            Ok(session) => Box::pin(self.take(key, claim, Open::new(session, seat, turn))).await,
+            Err(error) => Self::refused(error),
+        }
+    }
+
+    /// Looks, with a connection that may turn out to be dead: nothing has happened on it, and there are
+    /// others.
+    async fn look(
+        &self,
+        key: StorageKey,
+        handed: Option<Session<DB>>,
+    ) -> sqlx::Result<(Session<DB>, Peeked)> {
+        let mut session = match handed {
+            Some(session) => session,
+            None => Box::pin(Session::acquire_untested(self.pool())).await?,
+        };
+        match session.peek(key, FIRST_LOOK).await {
+            Ok(peeked) => Ok((session, peeked)),
+            Err(error) if weigh::<DB>(&error) == Weight::Lost => {
+                let again = async {
+                    let mut session = Session::acquire(self.pool()).await?;
+                    let peeked = session.peek(key, ANSWER_WITHIN).await?;
+                    Ok((session, peeked))
+                };
+                Box::pin(again).await
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Opens a transaction and takes a key that nobody had a moment ago. None if somebody has it now, or
+    /// if it cannot be done in one message.
+    async fn first(
+        &self,
+        session: &mut Session<DB>,
+        key: StorageKey,
+        claim: &Claim,
+        peeked: &Peeked,
+    ) -> sqlx::Result<Option<(Grant, Claimed)>> {
+        let (_, at) = peeked.found.current();
+        let clock = Clock { at, read: Instant::now() };
+        if !peeked.able && !Box::pin(session.enable()).await? {
+            return Ok(None);
+        }
+        let Some((row, grant)) = first_row(key, claim, &clock) else { return Ok(None) };
+        let asked = Instant::now();
+        if let Err(error) = session.open(&self.shared().texts.opening, &row).await {
+            return match weigh::<DB>(&error) {
+                Weight::Constraint => Ok(None),
+                // The session may have been reset. Whatever else it is, the longer way says it too.
+                Weight::Refused => {
+                    Box::pin(session.rollback()).await;
+                    Box::pin(session.enable()).await.map(|_| None)
+                }
+                Weight::Conflict
+                | Weight::Locked
+                | Weight::Lost
+                | Weight::Unreached
+                | Weight::Full => Err(error),
+            };
+        }
+        if asked.elapsed() <= CLAIM_FRESH {
+            return Ok(Some((grant, Claimed { record: row.record, clock })));
+        }
+        // It waited for somebody who may have claimed later than this claim says, with a higher fence.
+        let Some((row, grant)) = first_row(key, claim, &clock) else { return Ok(None) };
+        let record = row.record.clone();
+        match Box::pin(session.rewrite(row)).await? {
+            1 => Ok(Some((grant, Claimed { record, clock }))),
+            _ => Err(sqlx::Error::RowNotFound),
+        }
+    }
+
+    /// Claims the key in an open transaction.
+    async fn take(
+        &self,
+        key: StorageKey,
+        claim: Claim,
+        mut open: Open<DB>,
+    ) -> Result<ClaimOutcome<Lease>, StoreError> {
+        let claimed = async {
+            let connection = open.session()?.connection()?;
+            let verb = |current, now| record::claim(current, now, &claim);
+            let outcome = step::<DB, _>(connection, key, &verb).await?;
+            if let ClaimOutcome::Acquired(_) = &outcome {
+                DB::run(connection, self.shared().texts.claimed.clone()).await?;
+            }
+            Ok::<_, sqlx::Error>(outcome)
+        };
+        let claimed = bounded::<DB, _>(ANSWER_WITHIN, claimed).await;
+        match open.session().and_then(|session| session.seen(claimed)) {
+            Ok(ClaimOutcome::Acquired(grant)) => Ok(self.granted(key, &claim, grant, open, None)),
+            Ok(outcome @ ClaimOutcome::Indeterminate(_)) => {
+                // The record says so from now on.
+                let committed = async { open.session()?.commit().await };
+                let committed = bounded::<DB, _>(ANSWER_WITHIN, committed).await;
+                let committed = open.session().and_then(|session| session.seen(committed));
+                committed.map_err(|error| maybe_done::<DB>("claim", error))?;
+                Ok(outcome.map(|_| unreachable!("an outcome without a grant")))
+            }
+            Ok(outcome) => {
+                open.rollback().await;
+                Ok(outcome.map(|_| unreachable!("an outcome without a grant")))
+            }
+            Err(error) => {
+                open.rollback().await;
+                Self::refused(error)
+            }
+        }
+    }
+
+    fn granted(
+        &self,
+        key: StorageKey,
+        claim: &Claim,
+        grant: Grant,
+        open: Open<DB>,
+        claimed: Option<Claimed>,
+    ) -> ClaimOutcome<Lease> {
+        let unit = Arc::new(Unit::new(open, self.shared().texts.patience));
+        let running = Running::new(Arc::clone(&unit), claimed);
+        let mut lease = Lease::new(key, claim, grant).repeatable();
+        lease.attachments_mut().insert(unit);
+        lease.attachments_mut().insert(Arc::new(running));
+        ClaimOutcome::Acquired(lease)
+    }
+
+    fn refused(error: sqlx::Error) -> Result<ClaimOutcome<Lease>, StoreError> {
+        match weigh::<DB>(&error) {
+            Weight::Locked => Ok(ClaimOutcome::InFlight { remaining: Duration::ZERO }),
+            Weight::Conflict
+            | Weight::Lost
+            | Weight::Unreached
+            | Weight::Full
+            | Weight::Constraint
+            | Weight::Refused => Err(not_done::<DB>("claim", error)),
+        }
+    }
+}
+
+impl<DB: Backend> Session<DB> {
+    async fn peek(&mut self, key: StorageKey, limit: Duration) -> sqlx::Result<Peeked> {
+        let peek = async { DB::peek(self.connection()?, key).await };
+        let peeked = bounded::<DB, _>(limit, peek).await;
+        self.seen(peeked)
+    }
+
+    /// False if it cannot be done. Then claims take several messages.
+    async fn enable(&mut self) -> sqlx::Result<bool> {
+        let enable = async { DB::enable(self.connection()?).await };
+        let enabled = bounded::<DB, _>(ANSWER_WITHIN, enable).await;
+        match self.seen(enabled) {
+            Ok(()) => Ok(true),
+            Err(error) if weigh::<DB>(&error) == Weight::Lost => Err(error),
+            Err(error) => {
+                tracing::debug!(%error, "claims on this connection take several messages");
+                Ok(false)
+            }
+        }
+    }
+
+    async fn rewrite(&mut self, row: Row) -> sqlx::Result<u64> {
+        let update = async { DB::update(self.connection()?, row).await };
+        let updated = bounded::<DB, _>(ANSWER_WITHIN, update).await;
+        self.seen(updated)
+    }
+}
+
+/// What is written for the first claim of a key.
+fn first_row(key: StorageKey, claim: &Claim, clock: &Clock) -> Option<(Row, Grant)> {
+    let Step { change, outcome } = record::claim(Current::Absent, clock.now(), claim);
+    match (change, outcome) {
+        (Change::Write { record, expires }, ClaimOutcome::Acquired(grant)) => {
+            Some((Row::new(key, &record, expires), grant))
+        }
+        _ => None,
+    }
+}
+
+/// What is known of a key without claiming it, if that is an answer.
+fn stands(found: &Found, claim: &Claim) -> Option<ClaimOutcome<Lease>> {
+    let (current, now) = found.current();
+    let Step { change, outcome } = record::claim(current, now, claim);
+    (change == Change::Keep).then(|| outcome.map(|_| unreachable!("a grant without a change")))
+}

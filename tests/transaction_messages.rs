@@ -1,0 +1,437 @@
+//! What a request of a transactional store says to its database: exact, on any machine. And what happens
+//! when one of its shortcuts cannot be taken.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on panics")]
+
+mod support;
+
+use std::convert::Infallible;
+use std::future::Future;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use futures_util::FutureExt as _;
+use futures_util::future::{BoxFuture, join_all};
+use http::{Request, Response};
+use http_body_util::Full;
+use sqlx::postgres::{PgPool, PgPoolOptions};
+use sqlx::{Postgres, Sqlite};
+use support::breaking::Breaking;
+use support::frontend::Frontend;
+use support::postgres::PostgresServer;
+use tokio::sync::Semaphore;
+use tower::{Layer as _, ServiceExt as _, service_fn};
+use tower_idempotency::store::sql::{Backend, Tx, sqlx};
+use tower_idempotency::{
+    Config, Execution, IdempotencyLayer, PostgresStore, Scope, SqliteStore, Store,
+};
+use tracing::field::{Field, Visit};
+use tracing::{Event, Metadata, Subscriber, span};
+
+const EFFECTS: &str = "CREATE TABLE effects (id INTEGER)";
+const PAY: &str = "INSERT INTO effects VALUES (1)";
+const BOUNDED: Duration = Duration::from_secs(20);
+
+type Send = Arc<dyn Fn(&str) -> BoxFuture<'static, (u16, bool)> + std::marker::Send + Sync>;
+
+/// One process around whose handler a store stands. Answers with status and "is a replay".
+fn serve<DB, H, F>(store: impl Store, handler: H) -> Send
+where
+    DB: Backend,
+    H: Fn(Tx<DB>, String, u64) -> F + Clone + std::marker::Send + Sync + 'static,
+    F: Future<Output = u16> + std::marker::Send + 'static,
+{
+    let handler = service_fn(move |request: Request<Full<Bytes>>| {
+        let key = request.headers()["idempotency-key"].to_str().unwrap().to_owned();
+        let fence = request.extensions().get::<Execution>().unwrap().fence().number();
+        let handling = handler(Tx::take(request.extensions()).unwrap(), key, fence);
+        drop(request);
+        async move {
+            let status = handling.await;
+            let answer = Response::builder().status(status).body(Full::<Bytes>::default());
+            Ok::<_, Infallible>(answer.unwrap())
+        }
+    });
+    let config = Config::builder().scope(Scope::global()).build().unwrap();
+    let service = IdempotencyLayer::new(config, store).layer(handler);
+    Arc::new(move |key: &str| {
+        let request = Request::post("/pay").header("idempotency-key", key);
+        let request = request.body(Full::default()).unwrap();
+        let service = service.clone();
+        async move {
+            let answer = tokio::time::timeout(BOUNDED, service.oneshot(request)).await;
+            let answer = answer.expect("a bound").unwrap();
+            (answer.status().as_u16(), answer.headers().contains_key("idempotent-replayed"))
+        }
+        .boxed()
+    })
+}
+
+/// Pays; a key that begins so is declined.
+async fn pay(mut tx: Tx<Postgres>, key: String, _: u64) -> u16 {
+    match sqlx::query(PAY).execute(&mut tx).await {
+        Ok(_) if key.starts_with("declined") => 402,
+        Ok(_) => 201,
+        Err(_) => 500,
+    }
+}
+
+struct World {
+    server: Arc<PostgresServer>,
+    url: String,
+    watch: PgPool,
+    way: Frontend,
+    by_way: String,
+}
+
+impl World {
+    async fn new() -> Self {
+        let (server, url) = PostgresServer::shared();
+        let watch = PgPoolOptions::new().max_connections(3).connect(&url).await.unwrap();
+        PostgresStore::from_pool(watch.clone()).migrate().await.unwrap();
+        sqlx::raw_sql(EFFECTS).execute(&watch).await.unwrap();
+        let way = Frontend::to(server.port()).await;
+        let by_way = url.replace(&format!(":{}/", server.port()), &format!(":{}/", way.port()));
+        Self { server, url, watch, way, by_way }
+    }
+
+    async fn count(&self, sql: &'static str) -> i64 {
+        sqlx::query_scalar(sql).fetch_one(&self.watch).await.unwrap()
+    }
+
+    async fn effects(&self) -> i64 {
+        self.count("SELECT COUNT(*) FROM effects").await
+    }
+
+    async fn open_transactions(&self) -> i64 {
+        self.count(
+            "SELECT COUNT(*) FROM pg_stat_activity
+              WHERE state LIKE 'idle in transaction%' AND datname = current_database()",
+        )
+        .await
+    }
+}
+
+async fn all_back(pool: &PgPool) {
+    let end = Instant::now() + BOUNDED;
+    while pool.num_idle() < pool.size() as usize {
+        assert!(Instant::now() < end, "a connection did not come back");
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+}
+
+// ---- PostgreSQL
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_fresh_request_is_four_messages_around_the_handlers_own_and_a_replay_is_one_look() {
+    let world = World::new().await;
+    let store = PostgresStore::connect(&world.by_way).await.unwrap();
+    let send = serve(store.clone(), pay);
+    // A connection that has prepared everything.
+    for key in ["first", "second", "declined-first"] {
+        send(key).await;
+        all_back(store.pool()).await;
+    }
+    let said = async |key: &str, told: (u16, bool)| {
+        drop(world.way.said());
+        assert_eq!(send(key).await, told);
+        all_back(store.pool()).await;
+        world.way.said()
+    };
+    let look = "SELECT floor(";
+    // The pool's own, when a connection comes back to it; none when it is lent.
+    let back = "(ping)";
+    let begin =
+        "BEGIN ISOLATION LEVEL READ COMMITTED; SET LOCAL lock_timeout = 100; EXECUTE tower_";
+    let close = "UPDATE idempotency_records";
+    let undo = "ROLLBACK TO SAVEPOINT idempotency_claim";
+    for (name, told, expected) in [
+        ("k", (201, false), &[look, begin, PAY, close, "COMMIT", back][..]),
+        ("declined", (402, false), &[look, begin, PAY, undo, close, "COMMIT", back]),
+    ] {
+        for n in 0..TRIES {
+            let said = said(&format!("{name}{n}"), told).await;
+            if fits(&said, expected) {
+                let claim = "SET LOCAL lock_timeout = 5000; SAVEPOINT idempotency_claim";
+                assert!(said[1].ends_with(claim), "{said:#?}");
+                break;
+            }
+            assert!(n + 1 < TRIES, "{said:#?}");
+        }
+    }
+    let again = said("first", (201, true)).await;
+    assert!(fits(&again, &[look, back]), "{again:#?}");
+}
+
+/// How often a request may say more: a claim that took long on a busy machine writes its time anew, and a
+/// connection that was idle for long is asked if it is alive.
+const TRIES: usize = 50;
+
+fn fits(said: &[String], expected: &[&str]) -> bool {
+    said.len() == expected.len()
+        && said.iter().zip(expected).all(|(said, expected)| said.starts_with(expected))
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_session_that_was_reset_is_made_able_again() {
+    let world = World::new().await;
+    let pool = PgPoolOptions::new().max_connections(1).connect(&world.by_way).await.unwrap();
+    let send = serve(PostgresStore::from_pool(pool.clone()), pay);
+    assert_eq!(send("k").await.0, 201);
+    for (n, reset) in ["RESET ALL", "DEALLOCATE tower_idempotency_claim_1"].into_iter().enumerate()
+    {
+        sqlx::raw_sql(reset).execute(&pool).await.unwrap();
+        assert_eq!(send(&format!("after-{n}")).await, (201, false), "{reset}");
+        all_back(&pool).await;
+        drop(world.way.said());
+        assert_eq!(send(&format!("later-{n}")).await, (201, false), "{reset}");
+        let said = world.way.said();
+        let claims = said.iter().filter(|said| said.contains("EXECUTE tower_")).count();
+        let begins = said.iter().filter(|said| said.contains("BEGIN")).count();
+        assert_eq!((claims, begins), (1, 1), "{reset}: {said:#?}");
+    }
+    assert_eq!((world.effects().await, world.open_transactions().await), (5, 0));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn connections_that_have_died_in_the_pool_cost_no_request() {
+    let world = World::new().await;
+    let store = PostgresStore::connect(&world.url).await.unwrap();
+    let send = serve(store.clone(), pay);
+    let end = "SELECT COUNT(pg_terminate_backend(pid)) FROM pg_stat_activity
+                WHERE datname = current_database() AND pid <> pg_backend_pid()
+                  AND application_name <> 'watch'";
+    for round in 0..5 {
+        drop(join_all((0..4).map(|_| store.pool().acquire())).await);
+        all_back(store.pool()).await;
+        // A fixed connection, which is not ended.
+        let mut watch = world.watch.acquire().await.unwrap();
+        sqlx::raw_sql("SET application_name = 'watch'").execute(&mut *watch).await.unwrap();
+        let ended: i64 = sqlx::query_scalar(end).fetch_one(&mut *watch).await.unwrap();
+        assert!(ended >= 4, "{ended}");
+        // Used a moment ago, so that the pool does not ask them.
+        assert_eq!(send(&format!("k{round}")).await, (201, false), "{round}");
+    }
+    let fresh = PgPoolOptions::new().max_connections(1).connect(&world.url).await.unwrap();
+    let effects: i64 =
+        sqlx::query_scalar("SELECT COUNT(*) FROM effects").fetch_one(&fresh).await.unwrap();
+    assert_eq!(effects, 5);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn connections_that_have_gone_silent_in_the_pool_cost_a_request_little_time() {
+    let world = World::new().await;
+    let way = Breaking::to(world.server.port()).await;
+    let store = PostgresStore::connect(&way.url(&world.url, world.server.port())).await.unwrap();
+    let send = serve(store.clone(), pay);
+    assert_eq!(send("before").await.0, 201);
+    all_back(store.pool()).await;
+    way.go_silent();
+    let began = Instant::now();
+    assert_eq!(send("k").await, (201, false));
+    // One second for the look, and a new connection.
+    assert!(began.elapsed() < Duration::from_secs(4), "{:?}", began.elapsed());
+    assert_eq!(world.effects().await, 2);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn whoever_loses_the_race_behind_its_look_replays_the_winners_answer() {
+    let world = World::new().await;
+    let pool = PgPoolOptions::new().max_connections(1).connect(&world.by_way).await.unwrap();
+    let late = serve(PostgresStore::from_pool(pool.clone()), pay);
+    let winner = serve(PostgresStore::from_pool(world.watch.clone()), pay);
+    assert_eq!(late("before").await.0, 201);
+    let gate = world.way.hold("EXECUTE tower_");
+    let sent = tokio::spawn(late("k"));
+    world.way.held().await;
+    assert_eq!(winner("k").await, (201, false));
+    gate.add_permits(1);
+    assert_eq!(sent.await.unwrap(), (201, true));
+    assert_eq!((world.effects().await, world.open_transactions().await), (2, 0));
+    assert_eq!(late("after").await, (201, false));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_claim_that_waited_for_one_that_came_to_nothing_has_the_higher_fence() {
+    let world = World::new().await;
+    let pool = PgPoolOptions::new().max_connections(1).connect(&world.by_way).await.unwrap();
+    let fences = Arc::new(Mutex::new(Vec::new()));
+    let (begun, undo) = (Arc::new(Semaphore::new(0)), Arc::new(Semaphore::new(0)));
+    let noted = Arc::clone(&fences);
+    let late = serve(PostgresStore::from_pool(pool), move |tx: Tx<Postgres>, key, fence| {
+        noted.lock().unwrap().push(fence);
+        pay(tx, key, fence)
+    });
+    let (noted, tell, wait) = (Arc::clone(&fences), Arc::clone(&begun), Arc::clone(&undo));
+    let first = serve(
+        PostgresStore::from_pool(world.watch.clone()),
+        move |tx: Tx<Postgres>, key, fence| {
+            noted.lock().unwrap().push(fence);
+            let (tell, wait) = (Arc::clone(&tell), Arc::clone(&wait));
+            async move {
+                assert_eq!(pay(tx, key, fence).await, 201);
+                tell.add_permits(1);
+                wait.acquire().await.unwrap().forget();
+                500
+            }
+        },
+    );
+    assert_eq!(late("before").await.0, 201);
+    fences.lock().unwrap().clear();
+    let gate = world.way.hold("EXECUTE tower_");
+    let sent = tokio::spawn(late("k"));
+    world.way.held().await;
+    // It claims later, and so its fence is higher than what the one that is held would say.
+    tokio::time::sleep(Duration::from_millis(20)).await;
+    let failed = tokio::spawn(first("k"));
+    begun.acquire().await.unwrap().forget();
+    gate.add_permits(1);
+    let waits = "SELECT COUNT(*) FROM pg_stat_activity
+                  WHERE datname = current_database() AND wait_event_type = 'Lock'";
+    while world.count(waits).await == 0 && !sent.is_finished() {
+        tokio::task::yield_now().await;
+    }
+    undo.add_permits(1);
+    assert_eq!(failed.await.unwrap().0, 500);
+    assert_eq!(sent.await.unwrap(), (201, false));
+    let fences = fences.lock().unwrap().clone();
+    assert!(fences.len() >= 2 && fences.is_sorted_by(|before, after| before < after), "{fences:?}");
+    assert_eq!(world.effects().await, 2);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn connections_are_handed_on_in_a_line_and_all_of_them_come_back() {
+    let world = World::new().await;
+    let store = PostgresStore::connect(&world.by_way).await.unwrap();
+    let send = serve(store.clone(), pay);
+    drop(join_all((0..20).map(|n| send(&format!("warm{n}")))).await);
+    all_back(store.pool()).await;
+    drop(world.way.said());
+    // As many replays as fresh ones: neither keeps a connection.
+    let told = join_all((0..400).map(|n| send(&format!("k{}", n / 2)))).await;
+    assert!(told.iter().all(|told| told.0 == 201), "{told:?}");
+    assert_eq!(told.iter().filter(|told| !told.1).count(), 200);
+    all_back(store.pool()).await;
+    let back = world.way.said().iter().filter(|said| *said == "(ping)").count();
+    assert!(back < 200, "{back} of 200 transactions gave their connection back");
+    assert_eq!((world.effects().await, world.open_transactions().await), (220, 0));
+}
+
+// ---- SQLite
+
+/// What the driver says it has run, from its threads.
+static RUN: Mutex<Vec<String>> = Mutex::new(Vec::new());
+
+struct Statements;
+
+struct Summary(Option<String>);
+
+impl Visit for Summary {
+    fn record_str(&mut self, field: &Field, value: &str) {
+        if field.name() == "summary" {
+            self.0 = Some(value.to_owned());
+        }
+    }
+
+    fn record_debug(&mut self, _: &Field, _: &dyn std::fmt::Debug) {}
+}
+
+impl Subscriber for Statements {
+    fn enabled(&self, metadata: &Metadata<'_>) -> bool {
+        metadata.target() == "sqlx::query"
+    }
+
+    fn event(&self, event: &Event<'_>) {
+        let mut summary = Summary(None);
+        event.record(&mut summary);
+        RUN.lock().unwrap().extend(summary.0);
+    }
+
+    fn new_span(&self, _: &span::Attributes<'_>) -> span::Id {
+        span::Id::from_u64(1)
+    }
+
+    fn record(&self, _: &span::Id, _: &span::Record<'_>) {}
+    fn record_follows_from(&self, _: &span::Id, _: &span::Id) {}
+    fn enter(&self, _: &span::Id) {}
+    fn exit(&self, _: &span::Id) {}
+}
+
+#[test]
+fn a_fresh_request_goes_to_sqlite_four_times_and_a_replay_once() {
+    // In a process of its own, whose other tests say nothing.
+    if std::env::var_os("STATEMENTS").is_none() {
+        let mut alone = std::process::Command::new(std::env::current_exe().unwrap());
+        let name = "a_fresh_request_goes_to_sqlite_four_times_and_a_replay_once";
+        let done = alone.args(["--exact", name]).env("STATEMENTS", "1").output().unwrap();
+        assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stdout));
+        return;
+    }
+    tracing::subscriber::set_global_default(Statements).unwrap();
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    runtime.block_on(async {
+        let folder = tempfile::tempdir().unwrap();
+        let store = SqliteStore::open(folder.path().join("test.db")).await.unwrap();
+        store.migrate().await.unwrap();
+        sqlx::raw_sql(EFFECTS).execute(store.pool()).await.unwrap();
+        let pool = store.pool().clone();
+        let send = serve(store, |mut tx: Tx<Sqlite>, _, _| async move {
+            sqlx::query(PAY).execute(&mut tx).await.map_or(500, |_| 201)
+        });
+        let run = async |key: &str, told: (u16, bool)| {
+            RUN.lock().unwrap().clear();
+            assert_eq!(send(key).await, told);
+            while pool.num_idle() < pool.size() as usize {
+                tokio::task::yield_now().await;
+            }
+            std::mem::take(&mut *RUN.lock().unwrap())
+        };
+        run("first", (201, false)).await;
+        let (look, open) = ("SELECT record", "BEGIN IMMEDIATE; INSERT INTO");
+        // Behind it in the same message is COMMIT.
+        let close = "UPDATE idempotency_records";
+        let fresh = &[look, open, "INSERT INTO effects", close][..];
+        for n in 0..TRIES {
+            let run = run(&format!("k{n}"), (201, false)).await;
+            if fits(&run, fresh) {
+                break;
+            }
+            assert!(n + 1 < TRIES, "{run:#?}");
+        }
+        let again = run("first", (201, true)).await;
+        assert!(fits(&again, &[look]), "{again:#?}");
+    });
+}
+
+#[tokio::test]
+async fn a_handler_that_takes_its_claim_away_commits_nothing_in_sqlite() {
+    let folder = tempfile::tempdir().unwrap();
+    let store = SqliteStore::open(folder.path().join("test.db")).await.unwrap();
+    store.migrate().await.unwrap();
+    sqlx::raw_sql(EFFECTS).execute(store.pool()).await.unwrap();
+    let pool = store.pool().clone();
+    let send = serve(store, |mut tx: Tx<Sqlite>, key: String, _| async move {
+        sqlx::query(PAY).execute(&mut tx).await.unwrap();
+        let sql = match &*key {
+            "removed" => "DELETE FROM idempotency_records",
+            "changed" => {
+                "UPDATE idempotency_records SET record = x'010501' || substr(record, 4), state = 5"
+            }
+            _ => "SELECT 1",
+        };
+        sqlx::query(sql).execute(&mut tx).await.unwrap();
+        201
+    });
+    for key in ["removed", "changed"] {
+        assert!(send(key).await.0 >= 500, "{key}");
+    }
+    assert_eq!(send("left").await, (201, false));
+    let effects: i64 =
+        sqlx::query_scalar("SELECT COUNT(*) FROM effects").fetch_one(&pool).await.unwrap();
+    let records: i64 = sqlx::query_scalar("SELECT COUNT(*) FROM idempotency_records")
+        .fetch_one(&pool)
+        .await
+        .unwrap();
+    assert_eq!((effects, records), (1, 1));
+}
