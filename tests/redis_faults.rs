@@ -3,6 +3,9 @@
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on panics")]
 #![allow(clippy::wildcard_enum_match_arm, reason = "every other outcome fails the test")]
 
+#[path = "support/line.rs"]
+#[allow(dead_code, unreachable_pub, reason = "other tests use the rest")]
+mod line;
 mod support;
 
 use std::time::{Duration, Instant};
@@ -14,7 +17,7 @@ use support::store::{
     CALL_TIMEOUT, LIMIT, TERMS, WAYS, claim, completion, connect, connect_hasty, granted,
     is_replay, may_be_sent_again, new_key, pool, recovers, run_one_operation, works,
 };
-use tower_idempotency::record::{ClaimOutcome, CompleteOutcome, Renewal};
+use tower_idempotency::record::{Claim, ClaimOutcome, CompleteOutcome, Renewal, Terms};
 use tower_idempotency::store::redis::deadpool_redis::{Manager, Pool};
 use tower_idempotency::{RedisStore, Store, StoreErrorKind};
 
@@ -144,6 +147,29 @@ async fn a_frozen_server_holds_no_call_longer_than_the_limit() {
             run_one_operation(&store).await;
         }
     }
+}
+
+/// On a full server the claim of a key whose lease is over takes three: one that is refused, a look, and the script.
+#[tokio::test]
+async fn a_claim_of_several_calls_takes_no_longer_than_one_of_one() {
+    let server = RedisServer::start_with(&["--maxmemory-policy", "noeviction"]);
+    let proxy = line::Proxy::to(server.port()).await;
+    let patient = RedisStore::builder().call_timeout(Duration::from_secs(1));
+    let store = patient.connect(&proxy.redis_url()).await.unwrap();
+    let brief = Terms { lease: Duration::from_millis(1), ..TERMS };
+    let key = new_key();
+    let granted = store.claim(key, &Claim { terms: brief, ..claim() }).await.unwrap();
+    assert!(matches!(granted, ClaimOutcome::Acquired(_)), "{granted:?}");
+    server.cli(&["config", "set", "maxmemory", "1"]);
+    let full = store.claim(key, &claim()).await.unwrap_err();
+    assert_eq!(full.kind(), StoreErrorKind::Full, "{full:?}");
+
+    // Each of them is in time; the third would be answered after 2.7 of two seconds.
+    proxy.delay(line::Way::Down, Duration::from_millis(900));
+    let begun = Instant::now();
+    let late = store.claim(key, &claim()).await.unwrap_err();
+    assert_eq!(late.kind(), StoreErrorKind::OutcomeUnknown, "{late:?}");
+    assert!(begun.elapsed() < Duration::from_millis(2_600), "{:?}", begun.elapsed());
 }
 
 #[tokio::test]

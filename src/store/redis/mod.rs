@@ -60,6 +60,7 @@ use script::{BadReply, Readiness, Work};
 use setup::SetupError;
 
 use ::redis::Value;
+use tokio::time::{Instant, timeout_at};
 
 use super::{Lease, Store, StoreFuture};
 use crate::error::{StoreError, StoreErrorKind};
@@ -204,6 +205,7 @@ impl RedisStore {
         &self,
         key: StorageKey,
         claim: &Claim,
+        until: Instant,
     ) -> Result<Option<ClaimOutcome<Grant>>, StoreError> {
         let Some(call) = claim::plain(&self.name(key), claim) else { return Ok(None) };
         let refusal = match self.look_plainly(&call.waiting(self.0.wait)).await {
@@ -213,7 +215,7 @@ impl RedisStore {
         };
         // What is there can be replayed all the same.
         let look = claim::look(&self.name(key));
-        let seen = Box::pin(self.look_plainly(&look)).await?;
+        let seen = in_time(until, self.look_plainly(&look)).await?;
         if seen.is_new() { Err(refusal) } else { Ok(seen.judge(claim)) }
     }
 
@@ -249,6 +251,18 @@ impl RedisStore {
             Readiness::TooOld => Err(SetupError::TooOld.into_store_error(operation)),
         }
     }
+}
+
+/// A further call of a claim, which as a whole takes no longer than any other verb. Boxed: what is rare must not
+/// make the future of every claim larger.
+async fn in_time<T>(
+    until: Instant,
+    call: impl Future<Output = Result<T, StoreError>> + Send,
+) -> Result<T, StoreError> {
+    Box::pin(timeout_at(until, call)).await.unwrap_or_else(|elapsed| {
+        let unknown = StoreError::new(StoreErrorKind::OutcomeUnknown, NAME, "claim");
+        Err(unknown.with_source(elapsed))
+    })
 }
 
 /// The name of a key, without an allocation: it is made for every call.
@@ -300,10 +314,10 @@ impl Store for RedisStore {
         claim: &'a Claim,
     ) -> StoreFuture<'a, ClaimOutcome<Lease>> {
         Box::pin(async move {
-            let outcome = match self.claim_plainly(key, claim).await? {
+            let until = Instant::now() + self.0.connections.answer_within();
+            let outcome = match self.claim_plainly(key, claim, until).await? {
                 Some(outcome) => outcome,
-                // What is rare must not make the future of every claim larger.
-                None => Box::pin(self.claim_by_script(key, claim)).await?,
+                None => in_time(until, self.claim_by_script(key, claim)).await?,
             };
             Ok(outcome.map(|grant| Lease::new(key, claim, grant)))
         })
