@@ -56,7 +56,7 @@ struct Queue {
 struct Next {
     bytes: Vec<u8>,
     calls: Vec<Waiting>,
-    /// The calls of earlier writes that had no reply when the last one began.
+    /// The calls of earlier writes that have no reply, when the connection last looked.
     earlier: usize,
     ended: bool,
 }
@@ -335,6 +335,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
             if next.ended {
                 return Poll::Ready(io::ErrorKind::BrokenPipe.into());
             }
+            next.earlier = self.waiting.len();
             if next.bytes.is_empty() {
                 self.turned = false;
                 return Poll::Pending;
