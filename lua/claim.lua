@@ -37,14 +37,17 @@ end
 
 local version, state = string.byte(record, 1, 2)
 if version ~= 1 or #record < 84 then return {6} end
+local first = state == 6 or state == 7
 -- The first claim of a key leaves its times to the key's expiry. Here they are written out.
 if state == 6 or state == 7 then
   local till = redis.call('PEXPIRETIME', key) - struct.unpack('>I6', record, 71)
   if till > 0 then
-    local made = struct.pack('>I6', math.max(till - struct.unpack('>I4', record, 77), 0))
+    local made = math.max(till - struct.unpack('>I4', record, 77), 0)
+    local fence = struct.unpack('>I6', record, 59)
+    if fence + 1000 < made then fence = made end
     state = state == 6 and 1 or 5
-    record = '\1' .. string.char(state) .. sub(record, 3, 58) .. made .. made
-      .. struct.pack('>I6', till) .. sub(record, 77)
+    record = '\1' .. string.char(state) .. sub(record, 3, 58)
+      .. struct.pack('>I6I6I6', fence, made, till) .. sub(record, 77)
   end
 end
 local attempt, fence, created, at, granted, noted = struct.unpack('>I4I6I6I6I4I4', record, 55)
@@ -70,7 +73,10 @@ local reexecute = mode == '2' or mode == '4'
 local takeover = 0
 if state == 1 or state == 5 then
   if owner == holder then
-    redis.call('SET', key, sub(record, 1, 70) .. term .. sub(record, 81), 'PX', kept_for)
+    -- A guess that was far too late has been told to nobody.
+    if first and fence > created + 1000 then fence = created end
+    redis.call('SET', key, sub(record, 1, 58) .. pack('>I6', fence) .. sub(record, 65, 70) .. term
+      .. sub(record, 81), 'PX', kept_for)
     -- The first reply may have been lost, and it may have said takeover.
     return {1, attempt, fence, created, attempt > 1 and 1 or 0, sub(record, 85)}
   end

@@ -27,7 +27,8 @@ local record = redis.call('GETRANGE', key, '0', '83')
 local length = redis.call('STRLEN', key)
 local version, state = string.byte(record, 1, 2)
 -- The first claim of a key as it was granted: nobody has renewed it, noted anything, or taken it over.
-if version == 1 and length == 84 and state > 5 and sub(record, 3, 58) == sub(head, 3, 58) then
+if version == 1 and length == 84 and (state == 6 or state == 7)
+  and sub(record, 3, 64) == sub(head, 3, 64) then
   -- The key brings its expiry along, which was short.
   redis.call('PEXPIRE', beside, retention)
   redis.call('RENAME', beside, key)
@@ -46,10 +47,12 @@ if not absent then
     if state == 6 or state == 7 then
       local till = redis.call('PEXPIRETIME', key) - struct.unpack('>I6', record, 71)
       if till > 0 then
-        local made = struct.pack('>I6', math.max(till - struct.unpack('>I4', record, 77), 0))
+        local made = math.max(till - struct.unpack('>I4', record, 77), 0)
+        local fence = struct.unpack('>I6', record, 59)
+        if fence + 1000 < made then fence = made end
         state = state == 6 and 1 or 5
-        record = '\1' .. string.char(state) .. sub(record, 3, 58) .. made .. made
-          .. struct.pack('>I6', till) .. sub(record, 77)
+        record = '\1' .. string.char(state) .. sub(record, 3, 58)
+          .. struct.pack('>I6I6I6', fence, made, till) .. sub(record, 77)
       end
     end
     known = state >= 1 and state <= 5

@@ -26,10 +26,12 @@ if version ~= 1 or #record < 84 then return {3} end
 if state == 6 or state == 7 then
   local till = redis.call('PEXPIRETIME', key) - struct.unpack('>I6', record, 71)
   if till > 0 then
-    local made = struct.pack('>I6', math.max(till - struct.unpack('>I4', record, 77), 0))
+    local made = math.max(till - struct.unpack('>I4', record, 77), 0)
+    local fence = struct.unpack('>I6', record, 59)
+    if fence + 1000 < made then fence = made end
     state = state == 6 and 1 or 5
-    record = '\1' .. string.char(state) .. sub(record, 3, 58) .. made .. made
-      .. struct.pack('>I6', till) .. sub(record, 77)
+    record = '\1' .. string.char(state) .. sub(record, 3, 58)
+      .. struct.pack('>I6I6I6', fence, made, till) .. sub(record, 77)
   end
 end
 local length, noted = struct.unpack('>I4I4', record, 77)

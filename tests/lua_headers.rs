@@ -245,7 +245,7 @@ fn a_script_reads_once_and_every_write_has_an_expiry() {
                 "PEXPIRETIME",
                 "SETRANGE",
             ],
-            "look.lua" => &["TIME", "PTTL", "STRLEN", "GETRANGE"],
+            "look.lua" => &["TIME", "PEXPIRETIME", "STRLEN", "GETRANGE"],
             // Whatever a request needs: see the test of that.
             "ready.lua" => continue,
             "forget.lua" => &["TIME", "GET", "PEXPIRETIME", "DEL"],

@@ -149,6 +149,58 @@ async fn a_frozen_server_holds_no_call_longer_than_the_limit() {
     }
 }
 
+/// Nothing was ever answered on these connections but what a connection begins with.
+#[tokio::test]
+async fn a_server_that_freezes_right_after_it_was_connected_holds_no_call_longer_than_the_limit() {
+    for way in WAYS {
+        let server = RedisServer::start();
+        let store = connect_hasty(way, &server).await;
+        for again in [false, true] {
+            if again {
+                server.cli(&["client", "kill", "type", "normal", "skipme", "yes"]);
+                recovers(&store, "a connection is made again").await;
+            }
+            server.stop();
+            let calls = (0..20).map(|_| async {
+                let begun = Instant::now();
+                let error = store.claim(new_key(), &claim()).await.unwrap_err();
+                assert!(begun.elapsed() < LIMIT, "{way:?} {again}: {:?}", begun.elapsed());
+                may_be_sent_again(&error).await;
+            });
+            join_all(calls).await;
+            server.cont();
+            recovers(&store, "after the freeze").await;
+        }
+    }
+}
+
+/// What starts could not be recorded: the first that finds out is told, and then nothing starts.
+#[tokio::test]
+async fn without_the_right_to_run_scripts_no_key_is_claimed_until_it_is_back() {
+    let server = RedisServer::start();
+    server.cli(&["acl", "setuser", "app", "on", ">pass", "~*", "+@all"]);
+    let url = format!("redis://app:pass@127.0.0.1:{}/", server.port());
+    let store = RedisStore::connect(&url).await.unwrap();
+    let lease = granted(&store, new_key()).await;
+    server.cli(&["acl", "setuser", "app", "-evalsha", "-eval"]);
+    let refused = store.complete(&lease, &completion(b"answer")).await.unwrap_err();
+    assert_eq!(refused.kind(), StoreErrorKind::Backend, "{refused:?}");
+    let keys = server.cli(&["dbsize"]);
+    let refused = store.claim(new_key(), &claim()).await.unwrap_err();
+    assert_eq!(refused.kind(), StoreErrorKind::Backend, "{refused:?}");
+    assert_eq!(server.cli(&["dbsize"]), keys, "nothing was claimed");
+    server.cli(&["acl", "setuser", "app", "+evalsha", "+eval"]);
+    works(&store).await;
+    server.cli(&["config", "resetstat"]);
+    drop(granted(&store, new_key()).await);
+    assert_eq!(server.calls_of("evalsha"), 0, "a claim goes without a script again");
+    // Without the clock the claim is written, and said to be refused, by whom it was.
+    server.cli(&["acl", "setuser", "app", "-time"]);
+    let refused = store.claim(new_key(), &claim()).await.unwrap_err();
+    assert_eq!(refused.kind(), StoreErrorKind::Backend, "{refused:?}");
+    assert!(format!("{refused:?}").contains("time"), "{refused:?}");
+}
+
 /// On a full server the claim of a key whose lease is over takes three: one that is refused, a look, and the script.
 #[tokio::test]
 async fn a_claim_of_several_calls_takes_no_longer_than_one_of_one() {

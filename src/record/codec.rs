@@ -20,9 +20,10 @@
 //! ```
 //!
 //! Whoever writes states 6 and 7 does not know the time: Redis learns it from the command that writes them.
-//! They hold zeros as fence and moment of creation, and at 70 how long the record is kept beyond its lease.
-//! The store's expiry less that is the end of the lease, and that less the lease's length is the fence and the
-//! moment of creation. [`Record::decode`] does not know the expiry and refuses them; see `first.rs`.
+//! They hold zeros as moment of creation, and at 70 how long the record is kept beyond its lease. The
+//! store's expiry less that is the end of the lease, and that less the lease's length is the moment of creation.
+//! The fence is the writer's guess at that moment, which stands if it is not more than a second too early;
+//! otherwise the moment counts. [`Record::decode`] does not know the expiry and refuses them; see `first.rs`.
 
 use std::time::Duration;
 

@@ -9,7 +9,7 @@ use bytes::{Buf, BufMut, Bytes, BytesMut};
 
 use super::codec::{COMPLETED, HEADER_LENGTH, IN_FLIGHT, MAX_48, UNTOUCHED, VERSION};
 use super::{Claim, Effects, Millis, Owner, millis};
-use crate::token::Attempt;
+use crate::token::{Attempt, Fence};
 
 /// As [`IN_FLIGHT`] and [`UNTOUCHED`].
 const FIRST: u8 = 6;
@@ -17,7 +17,7 @@ const FIRST_UNTOUCHED: u8 = 7;
 
 /// The record of a first claim, by somebody who does not know the time. `None` if its times take more
 /// room than there is.
-pub(crate) fn first(claim: &Claim) -> Option<[u8; HEADER_LENGTH]> {
+pub(crate) fn first(claim: &Claim, fence: Fence) -> Option<[u8; HEADER_LENGTH]> {
     let lease = u32::try_from(millis(claim.terms.lease)).ok()?;
     let beyond = millis(claim.terms.unknown_retention);
     let state = match claim.effects {
@@ -33,7 +33,8 @@ pub(crate) fn first(claim: &Claim) -> Option<[u8; HEADER_LENGTH]> {
     rest.put_slice(fingerprint.digest());
     rest.put_slice(claim.holder.as_bytes());
     rest.put_u32(Attempt::FIRST.number());
-    rest.put_bytes(0, 12);
+    rest.put_uint(fence.number(), 6);
+    rest.put_bytes(0, 6);
     rest.put_uint(Some(beyond).filter(|&beyond| beyond <= MAX_BEYOND)?, 6);
     rest.put_u32(lease);
     Some(header)
@@ -60,6 +61,19 @@ pub(crate) fn completed_head(owner: &Owner, at: Millis, response: usize) -> [u8;
     header
 }
 
+/// How far off a fence may be that was chosen before the time was known, in milliseconds.
+pub(crate) const NEAR: u64 = 1_000;
+
+/// True if a fence is not too early for a claim that was made at this moment.
+pub(crate) fn is_near(fence: Fence, made: Millis) -> bool {
+    fence.number().saturating_add(NEAR) >= made.0
+}
+
+/// True of a record of a first claim, whose times take its expiry to tell.
+pub(crate) fn is_first(bytes: &[u8]) -> bool {
+    matches!(bytes, [VERSION, FIRST | FIRST_UNTOUCHED, ..])
+}
+
 /// A record of a first claim with the times that follow from its expiry; any other as it is.
 pub(crate) fn written_out(bytes: Bytes, expires: Option<Millis>) -> Bytes {
     let state = match bytes.get(..2) {
@@ -67,13 +81,16 @@ pub(crate) fn written_out(bytes: Bytes, expires: Option<Millis>) -> Bytes {
         Some([VERSION, FIRST_UNTOUCHED]) => UNTOUCHED,
         _ => return bytes,
     };
-    let (Some(expires), Some(times)) = (expires, bytes.get(70..80)) else { return bytes };
+    let (Some(expires), Some(mut fence)) = (expires, bytes.get(58..64)) else { return bytes };
+    let fence = fence.get_uint(6);
+    let Some(times) = bytes.get(70..80) else { return bytes };
     let (mut times, mut all) = (times, BytesMut::from(&bytes[..]));
     let Some(until) = expires.0.checked_sub(times.get_uint(6)) else { return bytes };
     let made = until.saturating_sub(u64::from(times.get_u32()));
     all[1] = state;
     let mut out = &mut all[58..76];
-    for time in [made, made, until] {
+    let fence = if is_near(Fence::from_number(fence), Millis(made)) { fence } else { made };
+    for time in [fence, made, until] {
         out.put_uint(time.min(MAX_48), 6);
     }
     all.freeze()
@@ -95,6 +112,8 @@ mod tests {
         (Effects::Anywhere, include_str!("../../tests/golden/record-v1-first.hex")),
         (Effects::Marked, include_str!("../../tests/golden/record-v1-first-untouched.hex")),
     ];
+
+    const FENCE: Fence = Fence::from_number(1_764_457_201_123);
 
     fn bytes_of(file: &str) -> Vec<u8> {
         let digits: String =
@@ -124,7 +143,7 @@ mod tests {
     #[test]
     fn a_first_claim_has_the_bytes_that_were_released() {
         for (effects, file) in FILES {
-            assert_eq!(first(&claim_of(effects)).unwrap()[..], bytes_of(file)[..]);
+            assert_eq!(first(&claim_of(effects), FENCE).unwrap()[..], bytes_of(file)[..]);
         }
     }
 
@@ -140,7 +159,9 @@ mod tests {
             let terms = claim_of.terms;
             let expires = now.after(terms.lease + terms.unknown_retention);
             let out = written_out(bytes_of(file).into(), Some(expires));
-            assert_eq!(Record::decode(out).unwrap(), *record);
+            // But for the guess in the place of the fence.
+            assert!(FENCE != record.fence && !is_near(FENCE, Millis(now.0 + 2_001)));
+            assert_eq!(Record::decode(out).unwrap(), Record { fence: FENCE, ..*record });
         }
     }
 
@@ -162,7 +183,7 @@ mod tests {
         let with = |change: fn(&mut Terms)| {
             let mut claim = claim_of(Effects::Anywhere);
             change(&mut claim.terms);
-            first(&claim)
+            first(&claim, FENCE)
         };
         assert!(with(|_| {}).is_some());
         assert!(with(|terms| terms.lease = Duration::from_secs(60 * 24 * 3_600)).is_none());
@@ -176,7 +197,7 @@ mod tests {
             holder: claim_of.holder,
             fingerprints: claim_of.fingerprints,
             attempt: Attempt::FIRST,
-            fence: crate::token::Fence::from_number(7),
+            fence: Fence::from_number(7),
             created: Millis(5),
         };
         let response = Bytes::from_static(b"answer");

@@ -37,7 +37,7 @@ use bytes::Bytes;
 
 pub use codec::{Current, HEADER_LENGTH, Unreadable};
 #[cfg(feature = "redis")]
-pub(crate) use first::{completed_head, first, written_out};
+pub(crate) use first::{NEAR, completed_head, first, is_first, is_near, written_out};
 pub use sighting::{
     Amend, Forget, ForgetOutcome, MARK_LENGTH, Seen, Sighting, Standing, amend, forget,
 };

@@ -110,11 +110,11 @@ impl Lease {
         &self.owner
     }
 
-    /// What the store's clock says now, as far as one can tell who read it at the claim. Nothing is decided by it.
+    /// What the store's clock says now in a first attempt, as far as one can tell who read it at the claim.
+    /// Nothing is decided by it.
     #[cfg(feature = "redis")]
     pub(crate) fn about_now(&self) -> Millis {
-        // The fence is the moment of the claim, unless clocks went back.
-        Millis(self.owner.fence.number()).after(self.granted.elapsed())
+        self.owner.created.after(self.granted.elapsed())
     }
 
     /// What the store granted.

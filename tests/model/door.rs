@@ -126,9 +126,11 @@ fn written_out(mut bytes: Vec<u8>, expires: i64) -> Bytes {
         };
         let until = expires - number(70..76);
         let made = (until - number(76..80)).max(0);
+        let fence = number(58..64);
+        let fence = if fence + 1_000 < made { made } else { fence };
         if until > 0 {
             bytes[1] = if state == 6 { 1 } else { 5 };
-            for (at, time) in [(58, made), (64, made), (70, until)] {
+            for (at, time) in [(58, fence), (64, made), (70, until)] {
                 bytes[at..at + 6].copy_from_slice(&time.to_be_bytes()[2..]);
             }
         }

@@ -117,21 +117,18 @@ impl Places {
             return Ok(Answer { value: accepted(reply)?, replicas: None });
         }
         let mut replies = if let Value::Array(replies) = reply { replies } else { Vec::new() };
-        let mut take = |at: usize| match replies.get_mut(at) {
-            Some(reply) => std::mem::replace(reply, Value::Nil),
-            None => Value::Nil,
-        };
-        let value = accepted(take(self.value))?;
+        let value = accepted(take(&mut replies, self.value))?;
         let value = match (self.time, self.expiry) {
-            (Some(0), Some(2)) if self.count == 3 => {
-                replies[self.value] = value;
-                return Ok(Answer { value: Value::Array(replies), replicas: None });
+            (Some(time), Some(expiry)) => {
+                // If the time is refused, the command went through all the same. Whoever sent it gives up what it
+                // did, as nothing can be said about it.
+                let time = accepted(take(&mut replies, time))?;
+                Value::Array(vec![time, value, take(&mut replies, expiry)])
             }
-            (Some(time), Some(expiry)) => Value::Array(vec![take(time), value, take(expiry)]),
             (None, _) | (_, None) => value,
         };
         let replicas = self.replicas.map(|at| {
-            let said = take(at);
+            let said = take(&mut replies, at);
             if let Value::ServerError(error) = said {
                 return Waited::Refused(error.to_string().into());
             }
@@ -140,6 +137,10 @@ impl Places {
         });
         Ok(Answer { value, replicas })
     }
+}
+
+fn take(replies: &mut [Value], at: usize) -> Value {
+    replies.get_mut(at).map_or(Value::Nil, |reply| std::mem::replace(reply, Value::Nil))
 }
 
 /// What the server refuses is an error.
@@ -265,6 +266,11 @@ impl Call {
     pub(super) fn first_way(&self, asking: bool) -> Way {
         let route = if self.beside.is_some() { Route::Beside } else { Route::Through };
         Way { route, name: if self.in_full { Name::Text } else { Name::Hash }, asking }
+    }
+
+    /// False of a plain command.
+    pub(super) fn is_script(&self) -> bool {
+        self.key_at == KEY_AT
     }
 
     pub(super) fn is_beside(&self) -> bool {

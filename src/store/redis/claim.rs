@@ -5,12 +5,17 @@
 //! or has its answer. What the reply shows is judged here, by the same rules; whatever it takes to change
 //! a record that is there is left to the script, which looks again.
 //!
-//! The clock comes along in the same write: TIME before, whose answer is the fence of a new claim, and the key's
-//! expiry behind, from which a record of a first claim has its times. TIME comes first, so that the
-//! fence is never greater than what others will find in the record.
+//! The clock comes along in the same write: TIME before, the moment of a new claim, and the key's expiry behind, from which
+//! a record of a first claim has its times. The fence stands in the record, as whoever takes over has to have a
+//! greater one, also on another server to which the key has moved and whose clock differs. It is what the clock will
+//! say, as far as one can tell from the last time that it was read. If that is far off, the script begins anew.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{SystemTime, UNIX_EPOCH};
 
 use ::redis::Value;
 use bytes::Bytes;
+use tokio::time::Instant;
 
 use super::call::Call;
 use super::connect::redis_error;
@@ -18,6 +23,39 @@ use super::script::BadReply;
 use super::words::Words;
 use crate::error::StoreError;
 use crate::record::{self, Change, Claim, ClaimOutcome, Current, Grant, Millis, millis};
+use crate::token::Fence;
+
+/// The server's clock, as it was last read. In a cluster those of all nodes, which should be about the same.
+pub(super) struct Clock {
+    start: Instant,
+    /// What it said at the start, in milliseconds; zero if it was never read.
+    offset: AtomicU64,
+}
+
+impl Clock {
+    pub(super) fn new() -> Self {
+        Self { start: Instant::now(), offset: AtomicU64::new(0) }
+    }
+
+    /// A fence for a claim that is sent now.
+    pub(super) fn fence(&self, now: Instant) -> Fence {
+        let offset = match self.offset.load(Ordering::Relaxed) {
+            // As this machine has it. If that is far off, it is only once.
+            0 => return Fence::from_number(of_this_machine().0),
+            offset => Millis(offset),
+        };
+        Fence::from_number(offset.after(now.duration_since(self.start)).0)
+    }
+
+    fn learn(&self, said: Millis) {
+        let since = millis(self.start.elapsed());
+        self.offset.store(said.0.saturating_sub(since), Ordering::Relaxed);
+    }
+}
+
+fn of_this_machine() -> Millis {
+    Millis(0).after(SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default())
+}
 
 /// What a plain claim found.
 #[derive(Debug, PartialEq)]
@@ -34,8 +72,8 @@ pub(super) struct Seen {
 const ROOM: usize = 176;
 
 /// A plain claim. `None` if its times do not fit into the record of a first claim.
-pub(super) fn plain(key: &[u8], claim: &Claim) -> Option<Call> {
-    let record = record::first(claim)?;
+pub(super) fn plain(key: &[u8], claim: &Claim, fence: Fence) -> Option<Call> {
+    let record = record::first(claim, fence)?;
     let mut set = Words::with_room(ROOM + key.len());
     set.word(b"SET").word(key).word(&record).word(b"NX").word(b"GET").word(b"PX");
     set.number(kept_for(claim));
@@ -93,15 +131,29 @@ impl Seen {
         self.found.is_none()
     }
 
-    /// What a claim makes of it; `None` if that takes the script.
-    pub(super) fn judge(self, claim: &Claim) -> Option<ClaimOutcome<Grant>> {
+    /// What a claim makes of it that was sent with this fence; `None` if that takes the script.
+    pub(super) fn judge(
+        self,
+        claim: &Claim,
+        fence: Fence,
+        clock: &Clock,
+    ) -> Option<ClaimOutcome<Grant>> {
         let Self { now, found, expires } = self;
+        if now.0 > 0 {
+            clock.learn(now);
+        }
         let Some(found) = found else {
-            // The clock went back just now: the script makes up its mind what the time is.
-            let due = now.0.saturating_add(kept_for(claim));
-            let in_order = expires.is_some_and(|expires| expires.0 >= due);
-            return in_order.then(|| ClaimOutcome::Acquired(Grant::first(now)));
+            // The clock went back just now, or is far from where it was thought to be.
+            let made = Millis(expires?.0.checked_sub(kept_for(claim))?);
+            let in_order = made >= now && record::is_near(fence, made);
+            let in_time = fence.number() <= now.0.saturating_add(record::NEAR);
+            let grant = Grant { fence, ..Grant::first(now) };
+            return (in_order && in_time).then_some(ClaimOutcome::Acquired(grant));
         };
+        // It went, or was changed, between the one look and the other; or the user may not ask.
+        if expires.is_none() && record::is_first(&found) {
+            return None;
+        }
         let current = Current::from_stored(Some(record::written_out(found, expires)));
         let step = record::claim(current, now, claim);
         matches!(step.change, Change::Keep).then_some(step.outcome)
@@ -112,4 +164,96 @@ impl Seen {
 pub(super) fn writes_are_refused(error: &StoreError) -> bool {
     redis_error(error)
         .is_some_and(|said| matches!(said.code(), Some("OOM" | "MISCONF" | "NOREPLICAS")))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+    use crate::fingerprint::{Fingerprint, Fingerprints, RecipeId};
+    use crate::record::{Effects, OnExpired, Terms};
+    use crate::token::HolderId;
+
+    fn claim() -> Claim {
+        let day = Duration::from_secs(24 * 3_600);
+        Claim {
+            holder: HolderId::random(),
+            fingerprints: Fingerprints::one(Fingerprint::from_stored(
+                RecipeId::from_bytes([1; 4]),
+                [7; 32],
+            )),
+            terms: Terms {
+                lease: Duration::from_secs(30),
+                retention: day,
+                unknown_retention: day * 7,
+            },
+            on_expired: OnExpired::Refuse,
+            effects: Effects::Anywhere,
+        }
+    }
+
+    const NOW: Millis = Millis(1_764_457_200_000);
+
+    fn after(claim: &Claim) -> Option<Millis> {
+        Some(Millis(NOW.0 + kept_for(claim)))
+    }
+
+    #[test]
+    fn a_new_key_is_granted_unless_the_clock_is_far_from_its_fence_or_went_back() {
+        let (claim, clock) = (claim(), Clock::new());
+        let fence = Fence::from_number(NOW.0 - 3);
+        let new = |now: u64, expires| Seen { now: Millis(now), found: None, expires };
+        match new(NOW.0, after(&claim)).judge(&claim, fence, &clock) {
+            Some(ClaimOutcome::Acquired(grant)) => {
+                assert_eq!(grant, Grant { fence, ..Grant::first(NOW) });
+            }
+            other => panic!("{other:?}"),
+        }
+        for far in [NOW.0 + 998, NOW.0 - 1_004] {
+            let expires = Some(Millis(far + kept_for(&claim)));
+            assert_eq!(new(far, expires).judge(&claim, fence, &clock), None, "{far}");
+        }
+        let back = Some(Millis(NOW.0 + kept_for(&claim) - 1));
+        assert_eq!(new(NOW.0, back).judge(&claim, fence, &clock), None);
+        assert_eq!(new(NOW.0, None).judge(&claim, fence, &clock), None);
+    }
+
+    #[test]
+    fn a_first_claim_whose_expiry_is_not_known_is_left_to_the_script() {
+        let (ours, theirs, clock) = (claim(), claim(), Clock::new());
+        let fence = Fence::from_number(NOW.0 - 3);
+        let found = record::first(&theirs, fence).unwrap();
+        let found = Some(Bytes::copy_from_slice(&found));
+        let seen = |expires| Seen { now: NOW, found: found.clone(), expires };
+        assert_eq!(seen(None).judge(&ours, fence, &clock), None);
+        match seen(after(&theirs)).judge(&ours, fence, &clock) {
+            Some(ClaimOutcome::InFlight { remaining }) => assert_eq!(remaining, theirs.terms.lease),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn a_fence_is_what_the_clock_will_say_by_the_last_time_that_it_was_read() {
+        let clock = Clock::new();
+        let first = clock.fence(Instant::now());
+        assert!(of_this_machine().0 - first.number() < 500, "{first:?}");
+        clock.learn(NOW);
+        let next = clock.fence(Instant::now());
+        assert!((NOW.0..NOW.0 + 500).contains(&next.number()), "{next:?}");
+    }
+
+    #[test]
+    fn a_time_that_cannot_be_read_is_no_time() {
+        let time = |parts: &[&str]| {
+            now(&Value::Array(
+                parts.iter().map(|part| Value::BulkString(part.as_bytes().to_vec())).collect(),
+            ))
+        };
+        assert_eq!(time(&["1764457200", "999999"]), Some(Millis(1_764_457_200_999)));
+        for bad in [&[][..], &["1"], &["1", "2", "3"], &["x", "1"], &["99999999999999999999", "1"]]
+        {
+            assert_eq!(time(bad), None, "{bad:?}");
+        }
+    }
 }

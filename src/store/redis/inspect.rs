@@ -156,9 +156,9 @@ impl RedisStore {
             let looks = some.iter().map(|&key| self.look_at("list", key, Some(HEADER_LENGTH)));
             for (&key, looked) in some.iter().zip(join_all(looks).await) {
                 entries.push(match looked? {
-                    Looked::Found { now, left, length, bytes } => {
+                    Looked::Found { now, expires, length, bytes } => {
                         latest = latest.max(now);
-                        let bytes = record::written_out(bytes, expiry(now, left));
+                        let bytes = record::written_out(bytes, expires);
                         let sighting = Sighting::read(&bytes, length).ok();
                         sighting.map(|sighting| Entry { key, sighting })
                     }
@@ -455,11 +455,6 @@ fn fields(value: Value) -> Vec<(Vec<u8>, Vec<u8>)> {
     texts.chunks_exact(2).map(|pair| (pair[0].clone(), pair[1].clone())).collect()
 }
 
-/// When a record goes that has this much time left; never, if it has no end.
-fn expiry(now: Millis, left: Option<u64>) -> Option<Millis> {
-    left.map(|left| Millis(now.0.saturating_add(left)))
-}
-
 /// The cursor and the names of SCAN.
 fn scanned(value: Value) -> Option<(u64, Vec<Vec<u8>>)> {
     let Value::Array(parts) = value else { return None };
@@ -507,8 +502,7 @@ impl Inspect for RedisStore {
                 Looked::Absent { now } => {
                     Sight { current: Current::Absent, contents, now, expires: None }
                 }
-                Looked::Found { now, left, bytes, .. } => {
-                    let expires = expiry(now, left);
+                Looked::Found { now, expires, bytes, .. } => {
                     let bytes = record::written_out(bytes, expires);
                     Sight { current: Current::from_stored(Some(bytes)), contents, now, expires }
                 }

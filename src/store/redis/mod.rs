@@ -45,6 +45,7 @@ mod words;
 
 use std::fmt;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 pub use ::{deadpool_redis, redis};
@@ -54,7 +55,7 @@ pub use place::RedisAddress;
 
 use builder::PREFIX;
 use call::{Call, Wait};
-use claim::Seen;
+use claim::{Clock, Seen};
 use connect::{CALL_TIMEOUT, Cause, Connections, Pooled, Urgency};
 use script::{BadReply, Readiness, Work};
 use setup::SetupError;
@@ -87,6 +88,10 @@ struct Inner {
     prefix: Box<str>,
     /// For claims, completions and checkpoints.
     wait: Option<Wait>,
+    clock: Clock,
+    /// The server has refused to run a script since one ran last. Then no claim goes without one: what it starts could
+    /// not be recorded.
+    scripts_refused: AtomicBool,
 }
 
 /// A verb: how it is sent, and how its reply is read.
@@ -159,7 +164,8 @@ impl RedisStore {
     }
 
     fn new(connections: Connections, prefix: Box<str>, wait: Option<Wait>) -> Self {
-        Self(Arc::new(Inner { connections, prefix, wait }))
+        let (clock, scripts_refused) = (Clock::new(), AtomicBool::new(false));
+        Self(Arc::new(Inner { connections, prefix, wait, clock, scripts_refused }))
     }
 
     /// The key's name in Redis. The braces make the whole of it a hash tag.
@@ -179,9 +185,13 @@ impl RedisStore {
         let reply = match self.0.connections.run(call, verb.urgency).await {
             Ok(answer) => {
                 shortfall = call.shortfall(&answer);
+                self.note(call, false);
                 Ok(answer.value)
             }
-            Err(connect::Failure::Refused(error)) => Err(error),
+            Err(connect::Failure::Refused(error)) => {
+                self.note(call, advice::is_about_rights(&error));
+                Err(error)
+            }
             Err(failure) => return Err(fail(failure.kind(), failure.into_cause())),
         };
         match script::outcome(reply, verb.unreadable, verb.read) {
@@ -205,18 +215,20 @@ impl RedisStore {
         &self,
         key: StorageKey,
         claim: &Claim,
+        now: Instant,
         until: Instant,
     ) -> Result<Option<ClaimOutcome<Grant>>, StoreError> {
-        let Some(call) = claim::plain(&self.name(key), claim) else { return Ok(None) };
+        let (clock, fence) = (&self.0.clock, self.0.clock.fence(now));
+        let Some(call) = claim::plain(&self.name(key), claim, fence) else { return Ok(None) };
         let refusal = match self.look_plainly(&call.waiting(self.0.wait)).await {
-            Ok(seen) => return Ok(seen.judge(claim)),
+            Ok(seen) => return Ok(seen.judge(claim, fence, clock)),
             Err(error) if claim::writes_are_refused(&error) => error,
             Err(error) => return Err(error),
         };
         // What is there can be replayed all the same.
         let look = claim::look(&self.name(key));
         let seen = in_time(until, self.look_plainly(&look)).await?;
-        if seen.is_new() { Err(refusal) } else { Ok(seen.judge(claim)) }
+        if seen.is_new() { Err(refusal) } else { Ok(seen.judge(claim, fence, clock)) }
     }
 
     async fn claim_by_script(
@@ -233,6 +245,15 @@ impl RedisStore {
     async fn look_plainly(&self, call: &Call) -> Result<Seen, StoreError> {
         let verb = Verb::new("claim", Urgency::Ordinary, Seen::foreign(), claim::seen);
         self.run(verb.holding_if(Seen::is_new), call).await
+    }
+
+    /// Notes if the server still runs scripts for us.
+    fn note(&self, call: &Call, refused: bool) {
+        let noted = &self.0.scripts_refused;
+        // A plain look first: a store would take the cache line from the other cores each time.
+        if call.is_script() && noted.load(Ordering::Relaxed) != refused {
+            noted.store(refused, Ordering::Relaxed);
+        }
     }
 
     async fn check_server(
@@ -314,8 +335,13 @@ impl Store for RedisStore {
         claim: &'a Claim,
     ) -> StoreFuture<'a, ClaimOutcome<Lease>> {
         Box::pin(async move {
-            let until = Instant::now() + self.0.connections.answer_within();
-            let outcome = match self.claim_plainly(key, claim, until).await? {
+            let now = Instant::now();
+            let until = now + self.0.connections.answer_within();
+            let plainly = match self.0.scripts_refused.load(Ordering::Relaxed) {
+                false => self.claim_plainly(key, claim, now, until).await?,
+                true => None,
+            };
+            let outcome = match plainly {
                 Some(outcome) => outcome,
                 None => in_time(until, self.claim_by_script(key, claim)).await?,
             };

@@ -373,7 +373,7 @@ pub(super) fn readiness(reply: Value) -> Result<Readiness, BadReply> {
 pub(super) enum Looked {
     Found {
         now: Millis,
-        left: Option<u64>,
+        expires: Option<Millis>,
         length: usize,
         bytes: Bytes,
     },
@@ -398,9 +398,10 @@ pub(super) fn looked(reply: Value) -> Result<Looked, BadReply> {
     Ok(match code {
         LookCode::Absent => Looked::Absent { now },
         LookCode::Found => {
-            let Some(Value::Int(left)) = reply.values.next() else { return Err(BadReply) };
+            let Some(Value::Int(expires)) = reply.values.next() else { return Err(BadReply) };
+            let expires = u64::try_from(expires).ok().map(Millis);
             let length = usize::try_from(reply.number()?).map_err(|_| BadReply)?;
-            Looked::Found { now, left: u64::try_from(left).ok(), length, bytes: reply.bytes()? }
+            Looked::Found { now, expires, length, bytes: reply.bytes()? }
         }
     })
 }

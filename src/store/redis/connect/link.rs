@@ -1,20 +1,14 @@
 //! What a call is sent over, and in which way: by a script's hash first, a large answer beside its record
 //! first.
 
-use std::time::Duration;
-
 use ::redis::aio::MultiplexedConnection;
 use ::redis::{Cmd, Pipeline, Value};
-use tokio::time::Instant;
 
 use super::wire::{Unheard, Wire};
-use super::{Failure, Message, TooLong};
+use super::{Failure, Message};
 use crate::store::redis::call::{Answer, Call, Name, Places, Route, Way, accepted};
 use crate::store::redis::script;
 use crate::store::redis::words::{Commands, Words};
-
-/// How long a question waits on a connection of our own. Whoever asks has a shorter limit.
-const QUESTION: Duration = Duration::from_secs(60);
 
 /// Something that takes commands and gives their replies.
 pub(super) trait Link: Send {
@@ -39,9 +33,10 @@ impl Link for Line {
         write: impl FnOnce(&mut dyn Commands) + Send,
     ) -> Result<Value, Failure> {
         match self {
-            Self::Own(wire) => match wire.ask(Instant::now() + QUESTION, |out| write(out)) {
+            Self::Own(wire) => match wire.ask(None, |out| write(out)) {
                 Ok(answer) => answer.await.map_err(|unheard| match unheard {
-                    Unheard::Late => Failure::NoAnswer(TooLong::Reply(QUESTION).into()),
+                    // Nobody watches the time of these but who asks.
+                    Unheard::Late => Failure::NoAnswer("no reply in time".into()),
                     Unheard::Lost(error) => Failure::of_reply(error),
                 }),
                 Err(not_taken) => Err(Failure::NotSent(not_taken.into())),

@@ -9,6 +9,9 @@ use crate::store::redis::words::{Commands, Words, line};
 /// The longest string a server sends: what `proto-max-bulk-len` is unless somebody changes it.
 const LONGEST: usize = 512 * 1024 * 1024;
 
+/// The longest line: an error with its text, or a number.
+const LINE_MAX: usize = 64 * 1024;
+
 /// How deep replies may be nested. CLUSTER SLOTS has four floors.
 const DEEPEST: usize = 8;
 
@@ -110,7 +113,9 @@ impl<'a> Reading<'a> {
     /// The next line, without its end.
     fn line(&mut self) -> Result<Option<&'a [u8]>, Malformed> {
         let rest = &self.bytes[self.at..];
-        let Some(end) = rest.iter().position(|&byte| byte == b'\r') else { return Ok(None) };
+        let Some(end) = rest.iter().take(LINE_MAX).position(|&byte| byte == b'\r') else {
+            return if rest.len() < LINE_MAX { Ok(None) } else { Err(Malformed) };
+        };
         match rest.get(end + 1) {
             None => Ok(None),
             Some(b'\n') => {
@@ -245,6 +250,7 @@ mod tests {
     #[test]
     fn what_no_server_sends_is_refused() {
         let nested = "*1\r\n".repeat(DEEPEST + 1);
+        let endless = "+".repeat(LINE_MAX);
         for bytes in [
             "\r\n",
             "hello\r\n",
@@ -258,6 +264,7 @@ mod tests {
             "*-2\r\n",
             ":1\rx",
             &nested,
+            &endless,
         ] {
             assert_eq!(reply(bytes.as_bytes()), Err(Malformed), "{bytes:?}");
         }

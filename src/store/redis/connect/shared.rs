@@ -296,7 +296,7 @@ async fn send(
     let mut way = call.first_way(asking);
     loop {
         let mut places = Places::default();
-        let answer = match wire.ask(until, |out| places = call.write(way, out)) {
+        let answer = match wire.ask(Some(until), |out| places = call.write(way, out)) {
             Ok(answer) => answer,
             Err(not_taken) => return Ok(Err(Failure::NotSent(not_taken.into()))),
         };

@@ -65,12 +65,28 @@ struct Next {
 struct Waiting {
     missing: usize,
     values: Vec<Value>,
-    until: Instant,
+    /// `None` for a question, whose caller watches its time.
+    until: Option<Instant>,
     /// `None` once it has been told that its time is over. The replies are still to come.
     caller: Option<oneshot::Sender<Result<Value, Unheard>>>,
 }
 
 impl Waiting {
+    /// True if it is still to be told that its time is over.
+    fn is_watched(&self) -> bool {
+        self.until.is_some() && self.caller.is_some()
+    }
+
+    fn is_late(&self, now: Instant) -> bool {
+        self.until.is_some_and(|until| until <= now)
+    }
+
+    fn tell_late(&mut self, now: Instant) {
+        if self.is_late(now) {
+            self.tell(Err(Unheard::Late));
+        }
+    }
+
     fn tell(&mut self, answer: Result<Value, Unheard>) {
         if let Some(caller) = self.caller.take() {
             // A caller that is gone does not want it any more.
@@ -114,13 +130,14 @@ impl Wire {
     }
 
     /// Sends what is written. The [`Answer`] gives its reply; several replies as an array. It waits until
-    /// this moment, or until that of a call before if that is later.
+    /// this moment, or until that of a call before if that is later: so all have to wait equally long, but for those
+    /// without a moment, which wait for ever.
     ///
     /// # Errors
     /// [`NotTaken`], and nothing was sent.
     pub(super) fn ask(
         &self,
-        until: Instant,
+        until: Option<Instant>,
         write: impl FnOnce(&mut Out<'_>),
     ) -> Result<Answer, NotTaken> {
         let mut next = self.queue.lock();
@@ -172,8 +189,7 @@ impl Queue {
     /// Until when the first call waits that has not been sent.
     fn first_until(&self) -> Option<Instant> {
         let next = self.lock();
-        let mut waiting = next.calls.iter().filter(|call| call.caller.is_some());
-        waiting.next().map(|call| call.until)
+        next.calls.iter().filter(|call| call.is_watched()).find_map(|call| call.until)
     }
 
     fn end(&self) -> Vec<Waiting> {
@@ -283,7 +299,11 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
     fn tick(&mut self, cx: &mut Context<'_>) {
         loop {
             if !self.ticking {
-                let first = self.waiting.get(self.late).map(|call| call.until);
+                // Told already, or with nothing to tell.
+                while self.waiting.get(self.late).is_some_and(|call| !call.is_watched()) {
+                    self.late += 1;
+                }
+                let first = self.waiting.get(self.late).and_then(|call| call.until);
                 let Some(until) = first.or_else(|| self.queue.first_until()) else { return };
                 self.timer.as_mut().reset(until);
                 self.ticking = true;
@@ -294,16 +314,15 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
             self.ticking = false;
             let now = Instant::now();
             while let Some(call) = self.waiting.get_mut(self.late)
-                && call.until <= now
+                && (call.is_late(now) || !call.is_watched())
             {
-                call.tell(Err(Unheard::Late));
+                call.tell_late(now);
                 self.late += 1;
             }
             if self.late == self.waiting.len() {
                 // They go out all the same, when the other side reads again.
-                for call in self.queue.lock().calls.iter_mut().take_while(|call| call.until <= now)
-                {
-                    call.tell(Err(Unheard::Late));
+                for call in &mut self.queue.lock().calls {
+                    call.tell_late(now);
                 }
             }
         }

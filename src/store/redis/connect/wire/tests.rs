@@ -31,7 +31,7 @@ async fn echo(mut stream: DuplexStream, pieces: usize) {
 const LONG: Duration = Duration::from_secs(60);
 
 fn say(wire: &Wire, words: &[&[u8]]) -> Result<Answer, NotTaken> {
-    wire.ask(Instant::now() + LONG, |out| {
+    wire.ask(Some(Instant::now() + LONG), |out| {
         for word in words {
             out.words(&[&[word]]);
         }
@@ -166,7 +166,7 @@ async fn every_call_is_told_when_its_time_is_over_and_later_ones_get_their_own_r
         async move {
             sleep_until(start + Duration::from_millis(after)).await;
             let until = Instant::now() + Duration::from_millis(600);
-            let answer = wire.ask(until, |out| out.words(&[&[word]])).unwrap().await;
+            let answer = wire.ask(Some(until), |out| out.words(&[&[word]])).unwrap().await;
             (answer, start.elapsed().as_millis())
         }
     };
@@ -187,6 +187,26 @@ async fn every_call_is_told_when_its_time_is_over_and_later_ones_get_their_own_r
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_question_before_a_call_changes_nothing_about_its_time() {
+    for answered in [true, false] {
+        let (here, mut there) = duplex(1_000);
+        let wire = Wire::over(here);
+        let question = wire.ask(None, |out| out.words(&[&[b"question"]])).unwrap();
+        if answered {
+            let mut said = [0; 100];
+            let _ = there.read(&mut said).await.unwrap();
+            there.write_all(b":1\r\n").await.unwrap();
+            assert!(matches!(question.await, Ok(Value::Int(1))));
+        }
+        let start = Instant::now();
+        let until = start + Duration::from_millis(600);
+        let late = wire.ask(Some(until), |out| out.words(&[&[b"call"]])).unwrap().await;
+        assert!(matches!(late, Err(Unheard::Late)), "{answered}: {late:?}");
+        assert!((600..=602).contains(&start.elapsed().as_millis()), "{:?}", start.elapsed());
+    }
+}
+
+#[tokio::test(start_paused = true)]
 async fn calls_that_cannot_be_written_are_told_too() {
     let (here, _there) = duplex(10);
     let wire = Wire::over(here);
@@ -196,7 +216,7 @@ async fn calls_that_cannot_be_written_are_told_too() {
         async move {
             tokio::time::sleep(Duration::from_millis(100 * number)).await;
             let until = Instant::now() + Duration::from_millis(600);
-            let late = wire.ask(until, |out| out.words(&[&[&[0; 100]]])).unwrap().await;
+            let late = wire.ask(Some(until), |out| out.words(&[&[&[0; 100]]])).unwrap().await;
             assert!(matches!(late, Err(Unheard::Late)), "{late:?}");
             let told = u64::try_from(start.elapsed().as_millis()).unwrap() - 100 * number;
             assert!((600..=602).contains(&told), "{told}");
