@@ -74,7 +74,7 @@ local takeover = 0
 if state == 1 or state == 5 then
   if owner == holder then
     -- A guess that was far too late has been told to nobody.
-    if first and fence > created + 1000 then fence = created end
+    if first and attempt == 1 and fence > created + 1000 then fence = created end
     redis.call('SET', key, sub(record, 1, 58) .. pack('>I6', fence) .. sub(record, 65, 70) .. term
       .. sub(record, 81), 'PX', kept_for)
     -- The first reply may have been lost, and it may have said takeover.

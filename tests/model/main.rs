@@ -431,7 +431,7 @@ impl Sequence {
             1 => bytes.truncate(self.random.random_range(0..=bytes.len())),
             2 => bytes.extend((0..self.random.random_range(1..4)).map(|_| 7)),
             3 => bytes[0] = self.random.random(),
-            4 => bytes[1] = self.random.random_range(0..8),
+            4 => bytes[1] = [0, 1, 2, 3, 4, 5, 8, 255][self.random.random_range(0..8)],
             5 => bytes[80..84].copy_from_slice(&self.random.random::<[u8; 4]>()),
             6 => bytes[83] = self.random.random_range(0..8),
             // Of a first claim: its lease ends with its expiry less this.
