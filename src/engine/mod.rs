@@ -251,7 +251,7 @@ impl Engine {
     }
 
     /// Brings the gauges that age by themselves up to date: call it before metrics are read. Without it they
-    /// are as old as the last start, end or renewal of a handler.
+    /// are as old as the last renewal of a handler, or as the last time that another one became the oldest.
     pub fn refresh_gauges(&self) {
         observe::oldest(self.oldest_in_flight());
     }
@@ -538,8 +538,13 @@ impl Engine {
     fn register(&self, execution: &Execution) -> Registered {
         let id = self.0.next_run.fetch_add(1, Ordering::Relaxed);
         let run = Running { execution: execution.clone(), since: Instant::now() };
-        self.running().insert(id, run);
-        self.refresh_gauges();
+        let mut running = self.running();
+        let is_oldest = running.is_empty();
+        running.insert(id, run);
+        drop(running);
+        if is_oldest {
+            observe::oldest(Some(Duration::ZERO));
+        }
         Registered { engine: self.clone(), id }
     }
 }
@@ -562,8 +567,13 @@ struct Registered {
 
 impl Drop for Registered {
     fn drop(&mut self) {
-        self.engine.running().remove(&self.id);
-        self.engine.refresh_gauges();
+        let mut running = self.engine.running();
+        let was_oldest = running.first_key_value().is_some_and(|(&id, _)| id == self.id);
+        running.remove(&self.id);
+        drop(running);
+        if was_oldest {
+            self.engine.refresh_gauges();
+        }
     }
 }
 

@@ -122,8 +122,13 @@ impl Places {
             (Some(time), Some(expiry)) => {
                 // If the time is refused, the command went through all the same. Whoever sent it gives up what it
                 // did, as nothing can be said about it.
-                let time = accepted(take(&mut replies, time))?;
-                Value::Array(vec![time, value, take(&mut replies, expiry)])
+                let said = accepted(take(&mut replies, time))?;
+                if let ([one, other, _], 0, 1) = (&mut replies[..], time, self.value) {
+                    // As most are: they need not move.
+                    (*one, *other) = (said, value);
+                    return Ok(Answer { value: Value::Array(replies), replicas: None });
+                }
+                Value::Array(vec![said, value, take(&mut replies, expiry)])
             }
             (None, _) | (_, None) => value,
         };
