@@ -191,6 +191,17 @@ async fn without_the_right_to_run_scripts_no_key_is_claimed_until_it_is_back() {
     assert_eq!(server.cli(&["dbsize"]), keys, "nothing was claimed");
     server.cli(&["acl", "setuser", "app", "+evalsha", "+eval"]);
     works(&store).await;
+    // Nor without a right that large answers alone need; what is there is replayed.
+    let (done, large) = (new_key(), vec![b'a'; 64 * 1024]);
+    let lease = granted(&store, done).await;
+    store.complete(&lease, &completion(b"answer")).await.unwrap();
+    let lease = granted(&store, new_key()).await;
+    server.cli(&["acl", "setuser", "app", "-rename"]);
+    store.complete(&lease, &completion(&large)).await.unwrap_err();
+    store.claim(new_key(), &claim()).await.unwrap_err();
+    assert!(is_replay(&store.claim(done, &claim()).await, b"answer"));
+    server.cli(&["acl", "setuser", "app", "+rename"]);
+    works(&store).await;
     server.cli(&["config", "resetstat"]);
     drop(granted(&store, new_key()).await);
     assert_eq!(server.calls_of("evalsha"), 0, "a claim goes without a script again");

@@ -61,6 +61,16 @@ async fn b16_a_server_that_could_lose_records_is_named_and_refused_on_request() 
 }
 
 #[tokio::test]
+async fn b16_what_is_wrong_with_a_full_server_is_said_too() {
+    let server = RedisServer::start();
+    server.cli(&["config", "set", "maxmemory", "1"]);
+    let store = patient().connect(&server.url()).await.unwrap();
+    assert!(store.check().await.unwrap().contains(&Concern::NotPersistent));
+    let error = refusing().connect(&server.url()).await.unwrap_err();
+    assert!(error.source().unwrap().to_string().contains("appendonly yes"), "{error:?}");
+}
+
+#[tokio::test]
 async fn b16_replicas_are_compared_with_what_is_waited_for() {
     let server = RedisServer::start_with(&SOUND);
     let none = patient().wait(1).connect(&server.url()).await.unwrap();

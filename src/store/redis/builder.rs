@@ -200,8 +200,16 @@ impl RedisStoreBuilder {
     async fn begin(&self, store: RedisStore) -> Result<RedisStore, StoreError> {
         let begun = async {
             // Who skips the checks may be an operator, who has other rights than a service.
-            if let Err(error) = store.check_server("connect", Work::Write, |call| call).await {
-                return Err(store.explain(error, "connect").await);
+            match store.check_server("connect", Work::Write, |call| call).await {
+                Ok(()) => {}
+                // A full server can still replay what it has, and end what runs. What else is wrong with it
+                // is to be said all the same.
+                Err(error) if error.kind() == StoreErrorKind::Full => {
+                    tracing::warn!(
+                        "Redis is full: new keys are refused until there is room, raise maxmemory"
+                    );
+                }
+                Err(error) => return Err(store.explain(error, "connect").await),
             }
             if store.is_one_node_of_a_cluster().await {
                 return Err(SetupError::OneNodeOfCluster.into_store_error("connect"));
@@ -210,8 +218,6 @@ impl RedisStoreBuilder {
         };
         match begun.await {
             Ok(()) => Ok(store),
-            // A full server can still replay what it has, and end what runs.
-            Err(error) if error.kind() == StoreErrorKind::Full => Ok(store),
             // Whether the mark was written makes no difference: the server is not there.
             Err(error) if error.kind() == StoreErrorKind::OutcomeUnknown => {
                 Err(StoreError::new(StoreErrorKind::Unavailable, NAME, "connect")

@@ -273,11 +273,6 @@ impl Call {
         Way { route, name: if self.in_full { Name::Text } else { Name::Hash }, asking }
     }
 
-    /// False of a plain command.
-    pub(super) fn is_script(&self) -> bool {
-        self.key_at == KEY_AT
-    }
-
     pub(super) fn is_beside(&self) -> bool {
         self.beside.is_some()
     }

@@ -233,6 +233,8 @@ impl RedisStore {
     ) -> Result<Option<Shortfall>, StoreError> {
         match self.try_them(operation).await {
             Ok(shortfall) => Ok(shortfall),
+            // They cannot be tried for now. What is wrong with the settings shows all the same.
+            Err(error) if error.kind() == StoreErrorKind::Full => Ok(None),
             Err(error) => Err(self.explain(error, operation).await),
         }
     }

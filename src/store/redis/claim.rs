@@ -25,6 +25,9 @@ use crate::error::StoreError;
 use crate::record::{self, Change, Claim, ClaimOutcome, Current, Grant, Millis, millis};
 use crate::token::Fence;
 
+/// For a look, which claims nothing.
+pub(super) const ANY_FENCE: Fence = Fence::from_number(0);
+
 /// The server's clock, as it was last read. In a cluster those of all nodes, which should be about the same.
 pub(super) struct Clock {
     start: Instant,
@@ -66,6 +69,8 @@ pub(super) struct Seen {
     found: Option<Bytes>,
     /// When the record goes.
     expires: Option<Millis>,
+    /// The user may not ask when it goes.
+    unasked: bool,
 }
 
 /// The bytes of a claim, but for the key.
@@ -101,10 +106,10 @@ pub(super) fn seen(reply: Value) -> Result<Seen, BadReply> {
     } else {
         return Err(BadReply);
     };
-    // An error, if the user may not ask: what needs the answer is left to the script, which says so.
+    let unasked = matches!(expires, Value::ServerError(_));
     let expires = if let Value::Int(expires) = expires { expires } else { -1 };
     let expires = u64::try_from(expires).ok().map(Millis);
-    Ok(Seen { now: now(&time).ok_or(BadReply)?, found, expires })
+    Ok(Seen { now: now(&time).ok_or(BadReply)?, found, expires, unasked })
 }
 
 /// The answer to TIME: seconds, and microseconds of the next one.
@@ -124,7 +129,7 @@ pub(super) fn now(time: &Value) -> Option<Millis> {
 impl Seen {
     /// What stands for something that is no string: no record.
     pub(super) fn foreign() -> Self {
-        Self { now: Millis(0), found: Some(Bytes::new()), expires: None }
+        Self { now: Millis(0), found: Some(Bytes::new()), expires: None, unasked: false }
     }
 
     pub(super) fn is_new(&self) -> bool {
@@ -138,13 +143,16 @@ impl Seen {
         fence: Fence,
         clock: &Clock,
     ) -> Option<ClaimOutcome<Grant>> {
-        let Self { now, found, expires } = self;
+        let Self { now, found, expires, unasked } = self;
         if now.0 > 0 {
             clock.learn(now);
         }
         let Some(found) = found else {
             // The clock went back just now, or is far from where it was thought to be.
-            let made = Millis(expires?.0.checked_sub(kept_for(claim))?);
+            // Who may not ask has the key all the same, and nothing is left behind; only twins cannot
+            // read its times.
+            let due = expires.or_else(|| unasked.then(|| Millis(now.0 + kept_for(claim))));
+            let made = Millis(due?.0.checked_sub(kept_for(claim))?);
             let in_order = made >= now && record::is_near(fence, made);
             let in_time = fence.number() <= now.0.saturating_add(record::NEAR);
             let grant = Grant { fence, ..Grant::first(now) };
@@ -203,7 +211,8 @@ mod tests {
     fn a_new_key_is_granted_unless_the_clock_is_far_from_its_fence_or_went_back() {
         let (claim, clock) = (claim(), Clock::new());
         let fence = Fence::from_number(NOW.0 - 3);
-        let new = |now: u64, expires| Seen { now: Millis(now), found: None, expires };
+        let new =
+            |now: u64, expires| Seen { now: Millis(now), found: None, expires, unasked: false };
         match new(NOW.0, after(&claim)).judge(&claim, fence, &clock) {
             Some(ClaimOutcome::Acquired(grant)) => {
                 assert_eq!(grant, Grant { fence, ..Grant::first(NOW) });
@@ -217,6 +226,8 @@ mod tests {
         let back = Some(Millis(NOW.0 + kept_for(&claim) - 1));
         assert_eq!(new(NOW.0, back).judge(&claim, fence, &clock), None);
         assert_eq!(new(NOW.0, None).judge(&claim, fence, &clock), None);
+        let unasked = Seen { unasked: true, ..new(NOW.0, None) };
+        assert!(matches!(unasked.judge(&claim, fence, &clock), Some(ClaimOutcome::Acquired(_))));
     }
 
     #[test]
@@ -225,7 +236,7 @@ mod tests {
         let fence = Fence::from_number(NOW.0 - 3);
         let found = record::first(&theirs, fence).unwrap();
         let found = Some(Bytes::copy_from_slice(&found));
-        let seen = |expires| Seen { now: NOW, found: found.clone(), expires };
+        let seen = |expires| Seen { now: NOW, found: found.clone(), expires, unasked: false };
         assert_eq!(seen(None).judge(&ours, fence, &clock), None);
         match seen(after(&theirs)).judge(&ours, fence, &clock) {
             Some(ClaimOutcome::InFlight { remaining }) => assert_eq!(remaining, theirs.terms.lease),

@@ -89,9 +89,9 @@ struct Inner {
     /// For claims, completions and checkpoints.
     wait: Option<Wait>,
     clock: Clock,
-    /// The server has refused to run a script since one ran last. Then no claim goes without one: what it starts could
-    /// not be recorded.
-    scripts_refused: AtomicBool,
+    /// The user was refused a right since everything was tried last. Then no key is claimed before it was tried
+    /// again: what a claim starts could not be recorded.
+    rights_refused: AtomicBool,
 }
 
 /// A verb: how it is sent, and how its reply is read.
@@ -164,8 +164,8 @@ impl RedisStore {
     }
 
     fn new(connections: Connections, prefix: Box<str>, wait: Option<Wait>) -> Self {
-        let (clock, scripts_refused) = (Clock::new(), AtomicBool::new(false));
-        Self(Arc::new(Inner { connections, prefix, wait, clock, scripts_refused }))
+        let (clock, rights_refused) = (Clock::new(), AtomicBool::new(false));
+        Self(Arc::new(Inner { connections, prefix, wait, clock, rights_refused }))
     }
 
     /// The key's name in Redis. The braces make the whole of it a hash tag.
@@ -185,11 +185,12 @@ impl RedisStore {
         let reply = match self.0.connections.run(call, verb.urgency).await {
             Ok(answer) => {
                 shortfall = call.shortfall(&answer);
-                self.note(call, false);
                 Ok(answer.value)
             }
             Err(connect::Failure::Refused(error)) => {
-                self.note(call, advice::is_about_rights(&error));
+                if advice::is_about_rights(&error) {
+                    self.0.rights_refused.store(true, Ordering::Relaxed);
+                }
                 Err(error)
             }
             Err(failure) => return Err(fail(failure.kind(), failure.into_cause())),
@@ -247,13 +248,24 @@ impl RedisStore {
         self.run(verb.holding_if(Seen::is_new), call).await
     }
 
-    /// Notes if the server still runs scripts for us.
-    fn note(&self, call: &Call, refused: bool) {
-        let noted = &self.0.scripts_refused;
-        // A plain look first: a store would take the cache line from the other cores each time.
-        if call.is_script() && noted.load(Ordering::Relaxed) != refused {
-            noted.store(refused, Ordering::Relaxed);
-        }
+    /// Tries every command again, after one was refused. `None` if all are allowed; else what is there can be replayed
+    /// all the same, and nothing is claimed.
+    async fn try_rights(
+        &self,
+        key: StorageKey,
+        claim: &Claim,
+    ) -> Result<Option<ClaimOutcome<Grant>>, StoreError> {
+        let refusal = match self.check_server("claim", Work::Everything, |call| call).await {
+            Ok(()) => {
+                self.0.rights_refused.store(false, Ordering::Relaxed);
+                return Ok(None);
+            }
+            Err(refusal) => refusal,
+        };
+        let seen = self.look_plainly(&claim::look(&self.name(key))).await;
+        let seen = seen.ok().filter(|seen| !seen.is_new());
+        let outcome = seen.and_then(|seen| seen.judge(claim, claim::ANY_FENCE, &self.0.clock));
+        outcome.map(Some).ok_or(refusal)
     }
 
     async fn check_server(
@@ -337,11 +349,12 @@ impl Store for RedisStore {
         Box::pin(async move {
             let now = Instant::now();
             let until = now + self.0.connections.answer_within();
-            let plainly = match self.0.scripts_refused.load(Ordering::Relaxed) {
-                false => self.claim_plainly(key, claim, now, until).await?,
-                true => None,
-            };
-            let outcome = match plainly {
+            if self.0.rights_refused.load(Ordering::Relaxed)
+                && let Some(outcome) = in_time(until, self.try_rights(key, claim)).await?
+            {
+                return Ok(outcome.map(|grant| Lease::new(key, claim, grant)));
+            }
+            let outcome = match self.claim_plainly(key, claim, now, until).await? {
                 Some(outcome) => outcome,
                 None => in_time(until, self.claim_by_script(key, claim)).await?,
             };

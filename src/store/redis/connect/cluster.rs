@@ -5,6 +5,7 @@
 //! here. A cluster client that repeats calls by itself would do so without knowing what they mean.
 
 use std::collections::HashMap;
+use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -58,7 +59,7 @@ struct Member {
 /// A node's part of the slots: first, last, host and port.
 type Range = (usize, usize, String, u16);
 
-#[derive(Clone, Copy, Debug, thiserror::Error)]
+#[derive(Clone, Copy, thiserror::Error)]
 enum Lost {
     #[error(
         "no node of the cluster has the key's slot: some slots are assigned to nobody; \
@@ -74,6 +75,13 @@ enum Lost {
     TooManyRedirections,
     #[error("the node's reply about the slots of the cluster cannot be read")]
     UnreadableMap,
+}
+
+/// As it is displayed: programs whose `main` returns an error print it like this.
+impl fmt::Debug for Lost {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
 }
 
 impl Cluster {
