@@ -29,8 +29,8 @@ use std::time::Duration;
 
 use bytes::{Buf, BufMut, Bytes, BytesMut};
 
-use super::{Millis, Progress, Record, Sighting, Standing, State, millis};
-use crate::fingerprint::{Fingerprint, RecipeId};
+use super::{Millis, Owner, Progress, Record, Sighting, Standing, State, millis};
+use crate::fingerprint::{Fingerprint, Fingerprints, RecipeId};
 use crate::token::{Attempt, Fence, HolderId};
 
 /// The length of the fixed header in bytes.
@@ -81,6 +81,31 @@ impl Current {
     }
 }
 
+/// The head of a record. What is measured stands in the last two fields, each in four bytes.
+pub(super) fn head(
+    state: u8,
+    by: &Owner,
+    at: Millis,
+    [measure, checkpoint]: [u64; 2],
+) -> [u8; HEADER_LENGTH] {
+    let mut head = [0; HEADER_LENGTH];
+    let mut rest = &mut head[..];
+    let fingerprint = by.fingerprints.current();
+    rest.put_u8(VERSION);
+    rest.put_u8(state);
+    rest.put_slice(fingerprint.recipe().as_bytes());
+    rest.put_slice(fingerprint.digest());
+    rest.put_slice(by.holder.as_bytes());
+    rest.put_u32(by.attempt.number());
+    for number in [by.fence.number(), by.created.0, at.0] {
+        rest.put_uint(number.min(MAX_48), 6);
+    }
+    for length in [measure, checkpoint] {
+        rest.put_u32(u32::try_from(length).unwrap_or(u32::MAX));
+    }
+    head
+}
+
 impl Record {
     /// The record as a store keeps it.
     #[must_use]
@@ -102,17 +127,18 @@ impl Record {
         let response = response.map_or(&[][..], |bytes| bytes);
         let length = HEADER_LENGTH + self.checkpoint.len() + response.len();
         let mut bytes = BytesMut::with_capacity(length);
-        bytes.put_u8(VERSION);
-        bytes.put_u8(state);
-        bytes.put_slice(self.fingerprint.recipe().as_bytes());
-        bytes.put_slice(self.fingerprint.digest());
-        bytes.put_slice(self.holder.as_bytes());
-        bytes.put_u32(self.attempt.number());
-        bytes.put_uint(self.fence.number().min(MAX_48), 6);
-        bytes.put_uint(self.created.0.min(MAX_48), 6);
-        bytes.put_uint(at.0.min(MAX_48), 6);
-        bytes.put_u32(u32::try_from(measure).unwrap_or(u32::MAX));
-        bytes.put_u32(u32::try_from(self.checkpoint.len()).unwrap_or(u32::MAX));
+        bytes.put_slice(&head(
+            state,
+            &Owner {
+                holder: self.holder,
+                fingerprints: Fingerprints::one(self.fingerprint),
+                attempt: self.attempt,
+                fence: self.fence,
+                created: self.created,
+            },
+            at,
+            [measure, self.checkpoint.len() as u64],
+        ));
         bytes.put_slice(&self.checkpoint);
         bytes.put_slice(response);
         bytes.freeze()

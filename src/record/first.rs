@@ -7,7 +7,7 @@
 
 use bytes::{Buf, BufMut, Bytes, BytesMut};
 
-use super::codec::{COMPLETED, HEADER_LENGTH, IN_FLIGHT, MAX_48, UNTOUCHED, VERSION};
+use super::codec::{COMPLETED, HEADER_LENGTH, IN_FLIGHT, MAX_48, UNTOUCHED, VERSION, head};
 use super::{Claim, Effects, Millis, Owner, millis};
 use crate::token::{Attempt, Fence};
 
@@ -18,26 +18,15 @@ const FIRST_UNTOUCHED: u8 = 7;
 /// The record of a first claim, by somebody who does not know the time. `None` if its times take more
 /// room than there is.
 pub(crate) fn first(claim: &Claim, fence: Fence) -> Option<[u8; HEADER_LENGTH]> {
-    let lease = u32::try_from(millis(claim.terms.lease)).ok()?;
-    let beyond = millis(claim.terms.unknown_retention);
+    let (lease, beyond) = (millis(claim.terms.lease), millis(claim.terms.unknown_retention));
+    let fits = u32::try_from(lease).is_ok() && beyond <= MAX_BEYOND;
     let state = match claim.effects {
         Effects::Anywhere => FIRST,
         Effects::Marked => FIRST_UNTOUCHED,
     };
-    let mut header = [0; HEADER_LENGTH];
-    let mut rest = &mut header[..];
-    rest.put_u8(VERSION);
-    rest.put_u8(state);
-    let fingerprint = claim.fingerprints.current();
-    rest.put_slice(fingerprint.recipe().as_bytes());
-    rest.put_slice(fingerprint.digest());
-    rest.put_slice(claim.holder.as_bytes());
-    rest.put_u32(Attempt::FIRST.number());
-    rest.put_uint(fence.number(), 6);
-    rest.put_bytes(0, 6);
-    rest.put_uint(Some(beyond).filter(|&beyond| beyond <= MAX_BEYOND)?, 6);
-    rest.put_u32(lease);
-    Some(header)
+    let Claim { holder, fingerprints, .. } = *claim;
+    let owner = Owner { holder, fingerprints, attempt: Attempt::FIRST, fence, created: Millis(0) };
+    fits.then(|| head(state, &owner, Millis(beyond), [lease, 0]))
 }
 
 /// The longest that a record of a first claim is kept beyond its lease, in milliseconds: a thousand years.
@@ -45,20 +34,7 @@ const MAX_BEYOND: u64 = 1 << 45;
 
 /// The head of a completed record, whose response has this many bytes.
 pub(crate) fn completed_head(owner: &Owner, at: Millis, response: usize) -> [u8; HEADER_LENGTH] {
-    let mut header = [0; HEADER_LENGTH];
-    let mut rest = &mut header[..];
-    rest.put_u8(VERSION);
-    rest.put_u8(COMPLETED);
-    let fingerprint = owner.fingerprints.current();
-    rest.put_slice(fingerprint.recipe().as_bytes());
-    rest.put_slice(fingerprint.digest());
-    rest.put_slice(owner.holder.as_bytes());
-    rest.put_u32(owner.attempt.number());
-    rest.put_uint(owner.fence.number().min(MAX_48), 6);
-    rest.put_uint(owner.created.0.min(MAX_48), 6);
-    rest.put_uint(at.0.min(MAX_48), 6);
-    rest.put_u32(u32::try_from(response).unwrap_or(u32::MAX));
-    header
+    head(COMPLETED, owner, at, [response as u64, 0])
 }
 
 /// How far off a fence may be that was chosen before the time was known, in milliseconds.

@@ -19,7 +19,7 @@ use tokio::time::Instant;
 
 use super::call::Call;
 use super::connect::redis_error;
-use super::script::BadReply;
+use super::script::{BadReply, forget_in_flight};
 use super::words::Words;
 use crate::error::StoreError;
 use crate::record::{self, Change, Claim, ClaimOutcome, Current, Grant, Millis, millis};
@@ -81,7 +81,7 @@ pub(super) fn plain(key: &[u8], claim: &Claim, fence: Fence) -> Option<Call> {
     let record = record::first(claim, fence)?;
     let mut set = Words::with_room(ROOM + key.len());
     set.word(b"SET").word(key).word(&record).word(b"NX").word(b"GET").word(b"PX");
-    set.number(kept_for(claim));
+    set.number(forget_in_flight(&claim.terms));
     Some(Call::plain(set).timed())
 }
 
@@ -90,10 +90,6 @@ pub(super) fn look(key: &[u8]) -> Call {
     let mut get = Words::default();
     get.word(b"GET").word(key);
     Call::plain(get).timed()
-}
-
-fn kept_for(claim: &Claim) -> u64 {
-    millis(claim.terms.lease).saturating_add(millis(claim.terms.unknown_retention))
 }
 
 pub(super) fn seen(reply: Value) -> Result<Seen, BadReply> {
@@ -151,8 +147,9 @@ impl Seen {
             // The clock went back just now, or is far from where it was thought to be.
             // Who may not ask has the key all the same, and nothing is left behind; only twins cannot
             // read its times.
-            let due = expires.or_else(|| unasked.then(|| Millis(now.0 + kept_for(claim))));
-            let made = Millis(due?.0.checked_sub(kept_for(claim))?);
+            let due =
+                expires.or_else(|| unasked.then(|| Millis(now.0 + forget_in_flight(&claim.terms))));
+            let made = Millis(due?.0.checked_sub(forget_in_flight(&claim.terms))?);
             let in_order = made >= now && record::is_near(fence, made);
             let in_time = fence.number() <= now.0.saturating_add(record::NEAR);
             let grant = Grant { fence, ..Grant::first(now) };
@@ -204,7 +201,7 @@ mod tests {
     const NOW: Millis = Millis(1_764_457_200_000);
 
     fn after(claim: &Claim) -> Option<Millis> {
-        Some(Millis(NOW.0 + kept_for(claim)))
+        Some(Millis(NOW.0 + forget_in_flight(&claim.terms)))
     }
 
     #[test]
@@ -220,10 +217,10 @@ mod tests {
             other => panic!("{other:?}"),
         }
         for far in [NOW.0 + 998, NOW.0 - 1_004] {
-            let expires = Some(Millis(far + kept_for(&claim)));
+            let expires = Some(Millis(far + forget_in_flight(&claim.terms)));
             assert_eq!(new(far, expires).judge(&claim, fence, &clock), None, "{far}");
         }
-        let back = Some(Millis(NOW.0 + kept_for(&claim) - 1));
+        let back = Some(Millis(NOW.0 + forget_in_flight(&claim.terms) - 1));
         assert_eq!(new(NOW.0, back).judge(&claim, fence, &clock), None);
         assert_eq!(new(NOW.0, None).judge(&claim, fence, &clock), None);
         let unasked = Seen { unasked: true, ..new(NOW.0, None) };

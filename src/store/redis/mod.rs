@@ -1,4 +1,4 @@
-//! The Redis store: one string per record, one Lua script per verb, exactly one key per script. (Large answers
+//! The Redis store: one string per record, plain commands for a claim, one Lua script per verb for the rest, one key for each. (Large answers
 //! alone take a second key, for the moment in which they are stored; see the [guide](crate::guide::redis).)
 //!
 //! ```no_run

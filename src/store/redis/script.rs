@@ -127,7 +127,8 @@ impl Reply {
     }
 }
 
-fn forget_in_flight(terms: &Terms) -> u64 {
+/// How long the record of a new lease is kept, in milliseconds.
+pub(super) fn forget_in_flight(terms: &Terms) -> u64 {
     millis(terms.lease).saturating_add(millis(terms.unknown_retention))
 }
 
