@@ -14,6 +14,7 @@
 
 #[cfg(feature = "admin")]
 pub mod admin;
+mod by_digest;
 mod checkpoint;
 #[cfg(feature = "client")]
 pub mod client;
@@ -31,6 +32,7 @@ mod response;
 mod scope;
 pub mod store;
 mod token;
+mod unstoppable;
 
 pub use config::{
     Config, ConfigBuilder, EXPOSED_HEADERS, Enforcement, ErrorFlavour, Found, IDEMPOTENCY_KEY,

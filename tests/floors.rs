@@ -3,9 +3,9 @@
 //!
 //! | floor | |
 //! |---|---|
-//! | 0 | words: `key scope fingerprint guard token response checkpoint error`, and `mistakes` |
+//! | 0 | words: `key scope fingerprint guard token response checkpoint error`, and `by_digest`, `mistakes` |
 //! | 1 | rules: `record`, and `config`, which may use `record` |
-//! | 2 | the contract: `store`, `store/conformance` |
+//! | 2 | the contract: `store`, `store/conformance`; `unstoppable` |
 //! | 3 | stores: `store/{memory,redis,sql,faulty}`, which never see each other |
 //! | 4 | `engine` |
 //! | 5 | `middleware` |
@@ -24,6 +24,7 @@ use std::path::Path;
 
 /// Floors of what stands directly in `src`.
 const TOP: &[(&str, u8)] = &[
+    ("by_digest", 0),
     ("checkpoint", 0),
     ("error", 0),
     ("fingerprint", 0),
@@ -33,6 +34,7 @@ const TOP: &[(&str, u8)] = &[
     ("response", 0),
     ("scope", 0),
     ("token", 0),
+    ("unstoppable", 2),
     ("config", 1),
     ("record", 1),
     ("store", 2),

@@ -3,9 +3,9 @@
 
 use std::sync::Arc;
 
-use tokio::sync::oneshot;
 use tokio::time::{Instant, sleep};
 
+use super::attend::Departure;
 use super::observe::Waiting;
 use super::reconcile::Answered;
 use super::wait::{Seat, Stored, Woken};
@@ -26,10 +26,11 @@ const UNAVAILABLE_TRIES: u32 = 3;
 /// else took the key in between and was interrupted too.
 const INQUIRIES_MAX: u32 = 2;
 
-/// A lease, and when it was asked for.
+/// A lease, when it was asked for, and when it came.
 pub(super) struct Held {
     pub(super) lease: Arc<Lease>,
     pub(super) since: Instant,
+    pub(super) granted: Instant,
 }
 
 /// How claiming ended.
@@ -53,11 +54,12 @@ struct Progress {
 }
 
 impl Engine {
-    /// Claims the key, waiting for a running twin within the policy's bound.
+    /// Claims the key now, waiting for a running twin within the policy's bound.
     pub(super) async fn claim<T>(
         &self,
         call: &Call,
-        answer: &mut oneshot::Sender<Conclusion<T>>,
+        departure: &Departure,
+        now: Instant,
     ) -> Claimed<T> {
         let policy = &call.policy;
         let claim = Claim {
@@ -67,12 +69,13 @@ impl Engine {
             on_expired: policy.recovery.on_expired(),
             effects: policy.effects,
         };
-        let mut since = Instant::now();
+        let mut since = now;
         let wait_until = since + policy.wait;
         let mut seat = None;
         let mut progress = Progress { found: None, inquiries: 0 };
         loop {
-            let outcome = self.claim_surely(call.storage_key, &claim, policy).await;
+            let (outcome, granted) =
+                self.claim_surely(call.storage_key, &claim, policy, since).await;
             if let (Some((seat, _)), false) =
                 (&seat, matches!(outcome, Ok(ClaimOutcome::InFlight { .. })))
             {
@@ -81,7 +84,7 @@ impl Engine {
             let remaining = match outcome {
                 Err(_) => return Claimed::StoreDown(claim),
                 Ok(ClaimOutcome::Acquired(lease)) => {
-                    return Claimed::Lease(Held { lease: Arc::new(lease), since });
+                    return Claimed::Lease(Held { lease: Arc::new(lease), since, granted });
                 }
                 Ok(ClaimOutcome::InFlight { remaining }) => remaining,
                 Ok(ClaimOutcome::Completed(response)) => {
@@ -143,7 +146,7 @@ impl Engine {
                 },
                 () = self.0.closing.cancelled() => return in_use(),
                 // Nobody waits for this answer any more, and nothing of ours is running.
-                () = answer.closed() => return in_use(),
+                () = departure.seen() => return in_use(),
             }
             since = Instant::now();
         }
@@ -179,7 +182,8 @@ impl Engine {
         key: StorageKey,
         claim: &Claim,
         policy: &Policy,
-    ) -> Result<ClaimOutcome<Lease>, StoreError> {
+        now: Instant,
+    ) -> (Result<ClaimOutcome<Lease>, StoreError>, Instant) {
         let call = async || {
             let mut claim = *claim;
             if made(Mistake::FreshHolder) {
@@ -187,30 +191,33 @@ impl Engine {
             }
             self.0.store.claim(key, &claim).await
         };
-        let outcome = self.surely("claim", key, policy, call).await?;
-        observe::claimed(&outcome);
-        Ok(outcome)
+        let (outcome, answered) = self.surely("claim", key, policy, now, call).await;
+        if let Ok(outcome) = &outcome {
+            observe::claimed(outcome);
+        }
+        (outcome, answered)
     }
 
-    /// Makes a call to the store again until its outcome is known, at most for
-    /// [`claim_within`](crate::ConfigBuilder::claim_within).
+    /// Makes a call to the store now, and again until its outcome is known, at most for
+    /// [`claim_within`](crate::ConfigBuilder::claim_within). With the outcome comes when it was known.
     pub(super) async fn surely<T, F>(
         &self,
         verb: &'static str,
         key: StorageKey,
         policy: &Policy,
+        mut now: Instant,
         call: impl Fn() -> F,
-    ) -> Result<T, StoreError>
+    ) -> (Result<T, StoreError>, Instant)
     where
         F: Future<Output = Result<T, StoreError>>,
     {
-        let mut now = Instant::now();
         let deadline = now + policy.claim_within;
         let mut tries = 0;
         loop {
             let bound = policy.store_call.min(deadline.saturating_duration_since(now));
-            let error = match self.timed(verb, bound, call()).await {
-                Ok(outcome) => return Ok(outcome),
+            let (outcome, answered) = self.timed(verb, now, bound, call()).await;
+            let error = match outcome {
+                Ok(outcome) => return (Ok(outcome), answered),
                 Err(error) => error,
             };
             tries += 1;
@@ -222,9 +229,9 @@ impl Engine {
                 StoreErrorKind::Full | StoreErrorKind::Backend => false,
             };
             let pause = pause(tries);
-            if !again || Instant::now() + pause >= deadline {
+            if !again || answered + pause >= deadline {
                 tracing::error!(key = %key.in_logs(), verb, tries, error = ?error, "the store does not do what it is asked");
-                return Err(error);
+                return (Err(error), answered);
             }
             observe::call_again(verb);
             sleep(pause).await;

@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use bytes::Bytes;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
+use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 use super::{Call, Engine};
@@ -231,7 +232,7 @@ impl Execution {
         let renewal = Renewal { terms: policy.terms, checkpoint: Some(bytes.clone()) };
         let renew = || held.engine.store().renew(&held.lease, &renewal);
         let key = held.lease.key();
-        match held.engine.surely("checkpoint", key, policy, renew).await {
+        match held.engine.surely("checkpoint", key, policy, Instant::now(), renew).await.0 {
             Ok(RenewOutcome::Renewed | RenewOutcome::Restored) => {
                 *held.last.lock().unwrap_or_else(PoisonError::into_inner) = bytes;
                 Ok(())

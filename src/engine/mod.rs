@@ -1,7 +1,7 @@
 //! The engine: claim, run in a task of its own, renew, complete. Knows no HTTP and no particular store.
 //!
-//! One request goes through four phases, all in **one tracked task**, so that a client that leaves
-//! interrupts nothing:
+//! One request goes through four phases, all in **one tracked future** that becomes a task when its client
+//! leaves, so that this interrupts nothing:
 //!
 //! 1. *Claim*, sent again with the same holder id while its outcome is unknown, and after each end
 //!    of a running twin.
@@ -9,6 +9,7 @@
 //! 3. *Settle*: complete or release, sent again within a bound.
 //! 4. *Answer* whoever still waits.
 
+mod attend;
 mod claim;
 mod execution;
 mod keeper;
@@ -25,7 +26,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::future::Future;
 use std::panic::AssertUnwindSafe;
-use std::pin::{Pin, pin};
+use std::pin::pin;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -33,10 +34,10 @@ use std::time::Duration;
 use bytes::Bytes;
 use futures_util::FutureExt as _;
 use futures_util::future::join_all;
-use tokio::sync::oneshot;
 use tokio::time::{Instant, timeout};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
+use tokio_util::task::task_tracker::TaskTrackerToken;
 use tracing::{Instrument as _, Span};
 
 pub use execution::Execution;
@@ -46,12 +47,12 @@ use crate::config::{Enforcement, Policy, StoreDown};
 use crate::error::{Rejection, RejectionKind, StoreError, StoreErrorKind};
 use crate::fingerprint::Fingerprints;
 use crate::key::IdempotencyKey;
-use crate::mistakes::{Mistake, made};
 use crate::record::{Claim, Grant, Millis, RenewOutcome, Renewal, Verdict, Writes};
 use crate::response::{StoredBody, StoredResponse};
 use crate::scope::{CallerId, DownstreamSeed, Identity, StorageKey};
 use crate::store::{Lease, Store};
 use crate::token::{Attempt, Fence};
+use attend::{Departure, attended};
 use claim::{Claimed, Held};
 use keeper::Kept;
 pub(crate) use observe::Seen;
@@ -149,14 +150,11 @@ pub(crate) enum Conclusion<T> {
     Refused(Rejection),
 }
 
-/// How a request has begun.
-enum Begun<T> {
-    /// It has ended at once.
-    Concluded(Conclusion<T>),
-    /// It runs in a task of its own.
-    Elsewhere(oneshot::Receiver<Conclusion<T>>),
-    /// It runs where it is waited for.
-    Here(Pin<Box<dyn Future<Output = ()> + Send>>, oneshot::Receiver<Conclusion<T>>),
+/// What a request takes up until its work is over.
+struct Inside {
+    _place: Place,
+    /// A shutdown waits for it.
+    _token: TaskTrackerToken,
 }
 
 /// How a shutdown went.
@@ -261,10 +259,10 @@ impl Engine {
         self.0.running.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Takes a request from its claim to its conclusion, in a task that outlives the caller.
+    /// Takes a request from its claim to its conclusion.
     ///
     /// # Cancel safety
-    /// Dropping the future leaves the task running: the handler finishes and is recorded.
+    /// If the future is dropped, the work goes on in a task: the handler finishes and is recorded.
     pub(crate) fn execute<T, H, F>(
         &self,
         call: Call,
@@ -278,64 +276,64 @@ impl Engine {
         // Not within the future: what it is given would take its room in there to the end.
         let begun = self.begin(call, handler);
         async move {
-            let answered = match begun {
-                Begun::Concluded(conclusion) => return conclusion,
-                Begun::Elsewhere(answered) => answered,
-                Begun::Here(task, answered) => {
-                    task.await;
-                    answered
-                }
-            };
-            // The task answers unless the runtime ends under it; then nobody knows what it had done.
+            // Nobody knows what it had done when it panicked.
             let unknown = || Conclusion::refused(RejectionKind::OutcomeUnknown);
-            answered.await.unwrap_or_else(|_| unknown())
+            match begun {
+                Ok(attended) => attended.await.unwrap_or_else(unknown),
+                Err(rejection) => Conclusion::Refused(rejection),
+            }
         }
     }
 
-    fn begin<T, H, F>(&self, call: Call, handler: H) -> Begun<T>
+    fn begin<T, H, F>(
+        &self,
+        call: Call,
+        handler: H,
+    ) -> Result<impl Future<Output = Option<Conclusion<T>>> + Send + use<T, H, F>, Rejection>
     where
         H: FnMut(Run) -> F + Send + 'static,
         F: Future<Output = Ran<T>> + Send + 'static,
         T: Send + 'static,
     {
         if self.0.closing.is_cancelled() {
-            return Begun::Concluded(Conclusion::refused(unavailable()));
+            return Err(unavailable());
         }
         let most = call.policy.in_flight_per_caller;
         let Some(place) = self.0.quota.enter(call.caller, call.storage_key, most) else {
             let rejection = Rejection::new(RejectionKind::TooManyInFlight)
                 .with_retry_after(RETRY_AFTER_TOO_MANY);
             observe::refused(rejection.kind(), Some(call.storage_key));
-            return Begun::Concluded(Conclusion::Refused(rejection));
+            return Err(rejection);
         };
-        let (answer, answered) = oneshot::channel();
+        let inside = Inside { _place: place, _token: self.0.tracker.token() };
         let call = Arc::new(call);
         let span = observe::span(call.storage_key, &call.span);
-        // Boxed, since it is handed on a few times before it runs, and it is large.
-        let task = Box::pin(self.clone().conduct(call, handler, answer, place));
-        if made(Mistake::RunsInConnection) {
-            return Begun::Here(task, answered);
-        }
-        self.0.tracker.spawn(task.instrument(span));
-        Begun::Elsewhere(answered)
+        let engine = self.clone();
+        Ok(attended(|departure| {
+            engine.conduct(call, handler, departure, inside, span.clone()).instrument(span)
+        }))
     }
 
     async fn conduct<T, H, F>(
         self,
         call: Arc<Call>,
         mut handler: H,
-        mut answer: oneshot::Sender<Conclusion<T>>,
+        departure: Departure,
         // The handler counts to its end, not only for as long as its client stays.
-        _place: Place,
-    ) where
+        _inside: Inside,
+        span: Span,
+    ) -> Conclusion<T>
+    where
         H: FnMut(Run) -> F + Send,
         F: Future<Output = Ran<T>> + Send,
         T: Send,
     {
         let arrived = Instant::now();
         for run in 1..=RUNS_MAX {
-            let conclusion = match self.claim(&call, &mut answer).await {
-                Claimed::Lease(held) => match self.run(&call, held, &mut handler, run).await {
+            let now = if run == 1 { arrived } else { Instant::now() };
+            let conclusion = match self.claim(&call, &departure, now).await {
+                Claimed::Lease(held) => match self.run(&call, &span, held, &mut handler, run).await
+                {
                     Some(conclusion) => conclusion,
                     None => continue,
                 },
@@ -343,7 +341,7 @@ impl Engine {
                     if call.policy.store_down == StoreDown::RunUnprotected =>
                 {
                     // What is rare must not make the future of every request larger.
-                    Box::pin(self.run_unprotected(&call, claim, &mut handler)).await
+                    Box::pin(self.run_unprotected(&call, &span, claim, &mut handler)).await
                 }
                 Claimed::StoreDown(claim) => {
                     self.give_up(&call, claim);
@@ -352,13 +350,11 @@ impl Engine {
                 Claimed::Concluded(conclusion) => conclusion,
             };
             conclusion.tell(&call, arrived.elapsed());
-            // Whoever asked may have left; the record is what counts.
-            drop(answer.send(conclusion));
-            return;
+            return conclusion;
         }
         let conclusion = Conclusion::refused(unavailable());
         conclusion.tell(&call, arrived.elapsed());
-        drop(answer.send(conclusion));
+        conclusion
     }
 
     /// Runs the handler under its lease and records what it came to. `None`: the store rolled
@@ -366,6 +362,7 @@ impl Engine {
     async fn run<T, H, F>(
         &self,
         call: &Arc<Call>,
+        span: &Span,
         held: Held,
         handler: &mut H,
         run: u32,
@@ -375,11 +372,11 @@ impl Engine {
         F: Future<Output = Ran<T>> + Send,
         T: Send,
     {
-        let Held { lease, since } = held;
+        let Held { lease, since, granted } = held;
         let policy = &call.policy;
         let _in_flight = Gauge::in_flight();
         let owning = self.0.room.own(call.storage_key);
-        let since = match self.freshened(&lease, since, policy).await {
+        let since = match self.freshened(&lease, since, granted, policy).await {
             Ok(since) => since,
             Err(rejection) => return Some(Conclusion::Refused(rejection)),
         };
@@ -389,7 +386,7 @@ impl Engine {
         }
         let lost = CancellationToken::new();
         let execution = Execution::held(self, call, &lease, &lost);
-        let _registered = self.register(&execution);
+        let _registered = self.register(&execution, granted);
         let input = Run {
             execution: execution.clone(),
             attachments: lease.attachments().clone(),
@@ -399,7 +396,7 @@ impl Engine {
         // Pinned here, and not handed on: it is large.
         let work = pin!(async {
             // The call itself may panic, not only the future it makes.
-            let ran = async { handler(input).await }.instrument(call.span.clone());
+            let ran = observe::outside(span, &call.span, async { handler(input).await });
             let ran = AssertUnwindSafe(ran).catch_unwind().await;
             let settle = match &ran {
                 Ok(ran) => ran.settle.clone(),
@@ -441,10 +438,11 @@ impl Engine {
         &self,
         lease: &Arc<Lease>,
         since: Instant,
+        granted: Instant,
         policy: &Policy,
     ) -> Result<Instant, Rejection> {
         let (part, whole) = STALE_AFTER;
-        if since.elapsed() < policy.terms.lease * part / whole {
+        if granted.duration_since(since) < policy.terms.lease * part / whole {
             return Ok(since);
         }
         Box::pin(self.freshen(lease, policy)).await
@@ -469,6 +467,7 @@ impl Engine {
     async fn run_unprotected<T, H, F>(
         &self,
         call: &Arc<Call>,
+        span: &Span,
         claim: Claim,
         handler: &mut H,
     ) -> Conclusion<T>
@@ -479,7 +478,7 @@ impl Engine {
     {
         let execution = Execution::unprotected(call);
         let input = Run { execution, attachments: http::Extensions::new(), may_repeat: false };
-        let ran = async { handler(input).await }.instrument(call.span.clone());
+        let ran = observe::outside(span, &call.span, async { handler(input).await });
         let ran = AssertUnwindSafe(ran).catch_unwind().await;
         // The claim may have reached the store after all. If so this settles it; if the store
         // comes back in time, the answer is kept for retries.
@@ -508,17 +507,19 @@ impl Engine {
         renewal: &Renewal,
         policy: &Policy,
     ) -> Result<RenewOutcome, StoreError> {
-        self.timed("renew", policy.store_call, self.0.store.renew(lease, renewal)).await
+        let renew = self.0.store.renew(lease, renewal);
+        self.timed("renew", Instant::now(), policy.store_call, renew).await.0
     }
 
-    /// One call to the store, bounded and measured.
+    /// One call to the store, bounded and measured, and when it was answered. It is sent now; each look at the clock
+    /// is seen in what a request costs, so callers hand on what they have.
     async fn timed<T>(
         &self,
         verb: &'static str,
+        now: Instant,
         bound: Duration,
         call: impl Future<Output = Result<T, StoreError>>,
-    ) -> Result<T, StoreError> {
-        let sent = Instant::now();
+    ) -> (Result<T, StoreError>, Instant) {
         let result = match self.0.store.answers_within() {
             // A second clock for the same wait would cost and say nothing.
             Some(within) if within <= bound => call.await,
@@ -531,13 +532,14 @@ impl Engine {
             },
         };
         let kind = result.as_ref().err().map(StoreError::kind);
-        self.0.series.called(verb, sent.elapsed(), kind);
-        result
+        let answered = Instant::now();
+        self.0.series.called(verb, answered.duration_since(now), kind);
+        (result, answered)
     }
 
-    fn register(&self, execution: &Execution) -> Registered {
+    fn register(&self, execution: &Execution, since: Instant) -> Registered {
         let id = self.0.next_run.fetch_add(1, Ordering::Relaxed);
-        let run = Running { execution: execution.clone(), since: Instant::now() };
+        let run = Running { execution: execution.clone(), since };
         let mut running = self.running();
         let is_oldest = running.is_empty();
         running.insert(id, run);

@@ -1,16 +1,18 @@
 //! How many keys one caller may have in flight in this process, so that nobody starves the others.
 
-use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use crate::by_digest::DigestMap;
 use crate::scope::{CallerId, StorageKey};
 
 /// The keys in flight, by caller. Entries live as long as there are requests in them.
 #[derive(Debug, Default)]
 pub(super) struct Quota {
-    callers: Mutex<HashMap<CallerId, HashMap<StorageKey, usize>>>,
+    callers: Mutex<Callers>,
 }
+
+type Callers = DigestMap<CallerId, DigestMap<StorageKey, usize>>;
 
 /// A place among the keys of a caller, until it is dropped.
 #[derive(Debug)]
@@ -30,11 +32,12 @@ impl Quota {
         limit: usize,
     ) -> Option<Place> {
         let mut callers = self.lock();
+        let hasher = callers.hasher().clone();
         // One that is empty would stay behind.
         let keys = match callers.entry(caller) {
             Entry::Occupied(keys) => keys.into_mut(),
             Entry::Vacant(_) if limit == 0 => return None,
-            Entry::Vacant(nobody) => nobody.insert(HashMap::new()),
+            Entry::Vacant(nobody) => nobody.insert(DigestMap::with_hasher(hasher)),
         };
         let inside = keys.len();
         match keys.entry(key) {
@@ -47,7 +50,7 @@ impl Quota {
         Some(Place { quota: Arc::clone(self), caller, key })
     }
 
-    fn lock(&self) -> MutexGuard<'_, HashMap<CallerId, HashMap<StorageKey, usize>>> {
+    fn lock(&self) -> MutexGuard<'_, Callers> {
         // Nothing that can panic runs while entries are half changed.
         self.callers.lock().unwrap_or_else(PoisonError::into_inner)
     }

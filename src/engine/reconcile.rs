@@ -11,7 +11,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use bytes::Bytes;
 use futures_util::FutureExt as _;
 use tokio::sync::watch;
-use tokio::time::timeout;
+use tokio::time::{Instant, timeout};
 
 use super::{Call, Engine, observe};
 use crate::config::{Found, Interrupted, Reconciler};
@@ -131,7 +131,11 @@ impl Engine {
         let terms = call.policy.terms;
         let resolution = Resolution { holder, attempt, finding, terms };
         let resolve = || self.0.store.resolve(call.storage_key, &resolution);
-        match self.surely("resolve", call.storage_key, &call.policy, resolve).await {
+        match self
+            .surely("resolve", call.storage_key, &call.policy, Instant::now(), resolve)
+            .await
+            .0
+        {
             Ok(ResolveOutcome::Resolved) => {
                 tracing::info!(
                     key,

@@ -81,11 +81,12 @@ impl Engine {
         policy: &Policy,
         within: Duration,
     ) -> Settled {
-        let deadline = Instant::now() + within;
+        let mut now = Instant::now();
+        let deadline = now + within;
         let mut tries = 0;
         loop {
-            let bound = policy.store_call.min(deadline.saturating_duration_since(Instant::now()));
-            let error = match self.settle_once(lease, settle, policy, bound).await {
+            let bound = policy.store_call.min(deadline.saturating_duration_since(now));
+            let error = match self.settle_once(lease, settle, policy, now, bound).await {
                 Ok(settled) => return settled,
                 Err(error) => error,
             };
@@ -113,6 +114,7 @@ impl Engine {
             }
             observe::call_again("settle");
             sleep(pause).await;
+            now = Instant::now();
         }
     }
 
@@ -121,6 +123,7 @@ impl Engine {
         lease: &Lease,
         settle: &Settle,
         policy: &Policy,
+        now: Instant,
         bound: Duration,
     ) -> Result<Settled, StoreError> {
         match settle {
@@ -128,13 +131,13 @@ impl Engine {
                 let (response, writes) = (response.clone(), *writes);
                 let completion = Completion { terms: policy.terms, response, writes };
                 let call = self.store().complete(lease, &completion);
-                let outcome = self.timed("complete", bound, call).await?;
+                let outcome = self.timed("complete", now, bound, call).await.0?;
                 Ok(self.completed(lease, outcome))
             }
             Settle::Release(verdict) => {
                 let release = Release { terms: policy.terms, verdict: *verdict };
                 let call = self.store().release(lease, &release);
-                match self.timed("release", bound, call).await? {
+                match self.timed("release", now, bound, call).await.0? {
                     ReleaseOutcome::Released | ReleaseOutcome::NotHeld => Ok(Settled::Released),
                     ReleaseOutcome::Unreadable => Ok(Settled::Refused),
                     ReleaseOutcome::RolledBack => Ok(Settled::Undone),

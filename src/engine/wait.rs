@@ -6,7 +6,7 @@
 //! * It runs elsewhere: one waiter per key polls, every few milliseconds at first and tens of
 //!   milliseconds later, and wakes the others. So a storm on one key costs one poll at a time.
 
-use std::collections::HashMap;
+use std::collections::hash_map::Entry::Occupied;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
@@ -15,6 +15,7 @@ use tokio::sync::{Notify, Semaphore};
 use tokio::time::{Instant, sleep, sleep_until};
 use tokio_util::sync::CancellationToken;
 
+use crate::by_digest::DigestMap;
 use crate::fingerprint::Fingerprint;
 use crate::scope::StorageKey;
 
@@ -44,7 +45,7 @@ pub(super) struct Room {
 
 #[derive(Debug, Default)]
 struct Keys {
-    by_key: HashMap<StorageKey, Entry>,
+    by_key: DigestMap<StorageKey, Entry>,
     waiting: usize,
 }
 
@@ -85,6 +86,7 @@ struct Elsewhere {
 pub(super) struct Owning {
     room: Arc<Room>,
     key: StorageKey,
+    stored: Option<Stored>,
 }
 
 /// A place among those who wait for a key.
@@ -123,7 +125,7 @@ impl Room {
 
     pub(super) fn own(self: &Arc<Self>, key: StorageKey) -> Owning {
         self.lock().by_key.entry(key).or_default().owners += 1;
-        Owning { room: Arc::clone(self), key }
+        Owning { room: Arc::clone(self), key, stored: None }
     }
 
     /// A seat, or `None` if too many wait already.
@@ -142,10 +144,10 @@ impl Room {
     fn leave(&self, key: StorageKey, leave: impl FnOnce(&mut Entry, &mut usize)) {
         let mut keys = self.lock();
         let Keys { by_key, waiting } = &mut *keys;
-        if let Some(entry) = by_key.get_mut(&key) {
-            leave(entry, waiting);
-            if entry.owners == 0 && entry.waiting == 0 {
-                by_key.remove(&key);
+        if let Occupied(mut entry) = by_key.entry(key) {
+            leave(entry.get_mut(), waiting);
+            if entry.get().owners == 0 && entry.get().waiting == 0 {
+                entry.remove();
             }
         }
     }
@@ -159,21 +161,21 @@ impl Room {
 
 impl Owning {
     /// Ends it with what it stored.
-    pub(super) fn stored(self, stored: Stored) {
-        let keys = self.room.lock();
-        if let Some(settled) = keys.by_key.get(&self.key).and_then(|entry| entry.settled.as_ref()) {
-            // Of two owners, one of which has lost the key, the first to store is the only one.
-            let _ = settled.stored.set(stored);
-        }
-        drop(keys);
+    pub(super) fn stored(mut self, stored: Stored) {
+        self.stored = Some(stored);
     }
 }
 
 impl Drop for Owning {
     fn drop(&mut self) {
+        let stored = self.stored.take();
         self.room.leave(self.key, |entry, _| {
             entry.owners -= 1;
             if let Some(settled) = entry.settled.take() {
+                if let Some(stored) = stored {
+                    // It is made by waiters and taken by the first end after that, so nothing is in it.
+                    let _ = settled.stored.set(stored);
+                }
                 settled.ended.cancel();
             }
             if let Some(elsewhere) = &entry.elsewhere {

@@ -1,7 +1,7 @@
 //! The memory store: one process, nothing survives it. For tests, examples and single-node services
 //! whose retries never outlive a restart.
 
-use std::collections::{BTreeSet, HashMap, VecDeque};
+use std::collections::{BTreeSet, VecDeque};
 use std::fmt;
 use std::future::ready;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -15,6 +15,7 @@ use super::{
     AuditCursor, AuditStep, Contents, Entry, Inspect, Lease, Listing, LogId, Page, Sight, Source,
     Store, StoreFuture, TrailEntry, Wanted,
 };
+use crate::by_digest::DigestMap;
 use crate::error::{ConfigError, StoreError, StoreErrorKind};
 use crate::record::{
     self, Amend, Change, Claim, ClaimOutcome, CompleteOutcome, Completion, Current, Expires,
@@ -49,7 +50,7 @@ pub struct MemoryStoreBuilder {
 
 #[derive(Default)]
 struct Records {
-    by_key: HashMap<StorageKey, Slot>,
+    by_key: DigestMap<StorageKey, Slot>,
     by_expiry: BTreeSet<(Millis, StorageKey)>,
     bytes: usize,
 }

@@ -444,7 +444,7 @@ fn public_types_can_be_cloned_and_sent_and_shared_where_a_server_needs_it() {
     let _ = "ok".into_response();
 }
 
-/// The handler runs in a task of its own, inside the span of whoever called.
+/// The layer has a span of its own around the handler, and handlers record fields in the one of whoever called.
 #[tokio::test]
 async fn the_span_of_the_caller_is_carried_into_the_handler() {
     use tracing::Instrument as _;

@@ -4,7 +4,6 @@
 //! of the pool. And a claim whose caller had to give up waiting keeps its place: when the same holder
 //! asks again, it is the same claim.
 
-use std::collections::HashMap;
 use std::fmt;
 use std::panic::AssertUnwindSafe;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -15,13 +14,14 @@ use futures_util::FutureExt as _;
 use futures_util::future::BoxFuture;
 use tokio::sync::Notify;
 
-use super::unstoppable::Unstoppable;
+use crate::by_digest::DigestMap;
 use crate::error::StoreError;
 use crate::fingerprint::{Comparison, Fingerprints};
 use crate::record::{Claim, ClaimOutcome};
 use crate::scope::StorageKey;
 use crate::store::Lease;
 use crate::token::HolderId;
+use crate::unstoppable::Unstoppable;
 
 type Answer = Result<ClaimOutcome<Lease>, StoreError>;
 
@@ -32,7 +32,7 @@ const FETCHED_WITHIN: Duration = Duration::from_secs(1);
 /// Who is at work on which key.
 #[derive(Default)]
 pub(super) struct Desk {
-    keys: Mutex<HashMap<StorageKey, Entry>>,
+    keys: Mutex<DigestMap<StorageKey, Entry>>,
 }
 
 struct Entry {
