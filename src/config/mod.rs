@@ -2,6 +2,7 @@
 
 mod recovery;
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use http::header::{LOCATION, RETRY_AFTER};
@@ -130,7 +131,7 @@ pub struct Config {
     pub(crate) problem_base: String,
     pub(crate) error_flavour: ErrorFlavour,
     pub(crate) replay_guard: Option<ReplayGuard>,
-    pub(crate) policy: Policy,
+    pub(crate) policy: Arc<Policy>,
 }
 
 /// The part of a configuration that the engine needs.
@@ -245,7 +246,7 @@ impl Config {
                 problem_base: PROBLEM_BASE.to_owned(),
                 error_flavour: ErrorFlavour::default(),
                 replay_guard: None,
-                policy: Policy {
+                policy: Arc::new(Policy {
                     terms: Terms {
                         lease: LEASE,
                         retention: RETENTION,
@@ -261,13 +262,17 @@ impl Config {
                     complete_within: COMPLETE_WITHIN,
                     in_flight_per_caller: IN_FLIGHT_PER_CALLER,
                     enforcement: Enforcement::default(),
-                },
+                }),
             },
         }
     }
 }
 
 impl ConfigBuilder {
+    fn policy(&mut self) -> &mut Policy {
+        Arc::make_mut(&mut self.config.policy)
+    }
+
     /// Whose keys these are. Required.
     pub fn scope(mut self, scope: Scope) -> Self {
         self.scope = Some(scope);
@@ -308,7 +313,7 @@ impl ConfigBuilder {
     /// [retention](Self::retention), so it begins when the first of them is answered.
     pub fn key_from_content(mut self, window: Duration) -> Self {
         self.config.key_source = KeySource::Content;
-        self.config.policy.terms.retention = window;
+        self.policy().terms.retention = window;
         self
     }
 
@@ -346,14 +351,14 @@ impl ConfigBuilder {
 
     /// How long a claim holds without being renewed; it is renewed after each third. 50 ms to 1 h.
     pub fn lease(mut self, lease: Duration) -> Self {
-        self.config.policy.terms.lease = lease;
+        self.policy().terms.lease = lease;
         self
     }
 
     /// How long an answer is kept, from completion. After that the key is new again. At most 400 days,
     /// and not below the lease.
     pub fn retention(mut self, retention: Duration) -> Self {
-        self.config.policy.terms.retention = retention;
+        self.policy().terms.retention = retention;
         self
     }
 
@@ -367,33 +372,33 @@ impl ConfigBuilder {
     /// How long a request waits for its running twin before it is answered 409. Zero: at once; at most
     /// a minute.
     pub fn wait(mut self, wait: Duration) -> Self {
-        self.config.policy.wait = wait;
+        self.policy().wait = wait;
         self
     }
 
     /// What happens to a key whose handler died.
     pub fn recovery(mut self, recovery: Recovery) -> Self {
-        self.config.policy.recovery = recovery;
+        self.policy().recovery = recovery;
         self
     }
 
     /// Where in the handler effects may happen. With [`Effects::Marked`] an attempt that dies before
     /// its first [`checkpoint`](crate::Execution::checkpoint) frees its key, whatever the recovery.
     pub fn effects(mut self, effects: Effects) -> Self {
-        self.config.policy.effects = effects;
+        self.policy().effects = effects;
         self
     }
 
     /// How long the hook of [`Recovery::reconcile`] may take; after that it is dropped, and the
     /// outcome is still unknown.
     pub fn reconcile_within(mut self, bound: Duration) -> Self {
-        self.config.policy.reconcile_within = bound;
+        self.policy().reconcile_within = bound;
         self
     }
 
     /// What happens when the store cannot be asked.
     pub fn store_down(mut self, store_down: StoreDown) -> Self {
-        self.config.policy.store_down = store_down;
+        self.policy().store_down = store_down;
         self
     }
 
@@ -431,19 +436,19 @@ impl ConfigBuilder {
 
     /// How long one call to the store may take.
     pub fn store_call_timeout(mut self, timeout: Duration) -> Self {
-        self.config.policy.store_call = timeout;
+        self.policy().store_call = timeout;
         self
     }
 
     /// How long claiming may take in all, before the request is answered 503.
     pub fn claim_within(mut self, bound: Duration) -> Self {
-        self.config.policy.claim_within = bound;
+        self.policy().claim_within = bound;
         self
     }
 
     /// How long storing the answer may take in all, before the client is answered without it.
     pub fn complete_within(mut self, bound: Duration) -> Self {
-        self.config.policy.complete_within = bound;
+        self.policy().complete_within = bound;
         self
     }
 
@@ -470,7 +475,7 @@ impl ConfigBuilder {
 
     /// Whether the layer acts on what it finds, or only watches.
     pub fn enforcement(mut self, enforcement: Enforcement) -> Self {
-        self.config.policy.enforcement = enforcement;
+        self.policy().enforcement = enforcement;
         self
     }
 
@@ -496,9 +501,9 @@ impl ConfigBuilder {
         config.scope = scope.ok_or(ConfigError::ScopeMissing)?;
         // Where everybody is one caller there is nobody to protect from the others.
         let per_caller = if config.scope.is_global() { usize::MAX } else { IN_FLIGHT_PER_CALLER };
-        config.policy.in_flight_per_caller = in_flight_per_caller.unwrap_or(per_caller);
         config.recipes.extend(also_accepted);
-        let policy = &mut config.policy;
+        let policy = Arc::make_mut(&mut config.policy);
+        policy.in_flight_per_caller = in_flight_per_caller.unwrap_or(per_caller);
         policy.terms.unknown_retention =
             unknown_retention.unwrap_or_else(|| UNKNOWN_RETENTION.max(policy.terms.retention));
         let Policy { terms, wait, store_call, claim_within, complete_within, .. } = *policy;

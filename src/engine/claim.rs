@@ -1,8 +1,6 @@
 //! Claiming a key: sent again until its outcome is known, waiting for a running twin, asking what
 //! became of an interrupted one.
 
-use std::sync::Arc;
-
 use tokio::time::{Instant, sleep};
 
 use super::attend::Departure;
@@ -28,7 +26,7 @@ const INQUIRIES_MAX: u32 = 2;
 
 /// A lease, when it was asked for, and when it came.
 pub(super) struct Held {
-    pub(super) lease: Arc<Lease>,
+    pub(super) lease: Lease,
     pub(super) since: Instant,
     pub(super) granted: Instant,
 }
@@ -84,7 +82,7 @@ impl Engine {
             let remaining = match outcome {
                 Err(_) => return Claimed::StoreDown(claim),
                 Ok(ClaimOutcome::Acquired(lease)) => {
-                    return Claimed::Lease(Held { lease: Arc::new(lease), since, granted });
+                    return Claimed::Lease(Held { lease, since, granted });
                 }
                 Ok(ClaimOutcome::InFlight { remaining }) => remaining,
                 Ok(ClaimOutcome::Completed(response)) => {

@@ -51,7 +51,7 @@ struct Inner {
 
 struct Held {
     engine: Engine,
-    lease: Arc<Lease>,
+    lease: Lease,
     marks: Marks,
     /// The checkpoint that was made last, in this run or an earlier one.
     last: Mutex<Bytes>,
@@ -98,12 +98,12 @@ impl Execution {
     pub(super) fn held(
         engine: &Engine,
         call: &Arc<Call>,
-        lease: &Arc<Lease>,
+        lease: &Lease,
         lost: &CancellationToken,
     ) -> Self {
         let held = Held {
             engine: engine.clone(),
-            lease: Arc::clone(lease),
+            lease: lease.clone(),
             marks: Marks::default(),
             last: Mutex::new(lease.grant().checkpoint.clone()),
             turn: tokio::sync::Mutex::default(),

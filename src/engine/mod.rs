@@ -95,7 +95,7 @@ pub(crate) struct Call {
     pub(crate) caller: CallerId,
     pub(crate) identity: Identity,
     pub(crate) fingerprints: Fingerprints,
-    pub(crate) policy: Policy,
+    pub(crate) policy: Arc<Policy>,
     /// The span the request came in, for its handler: handlers record fields in it.
     pub(crate) span: Span,
 }
@@ -265,7 +265,7 @@ impl Engine {
     /// If the future is dropped, the work goes on in a task: the handler finishes and is recorded.
     pub(crate) fn execute<T, H, F>(
         &self,
-        call: Call,
+        call: Arc<Call>,
         handler: H,
     ) -> impl Future<Output = Conclusion<T>> + Send + use<T, H, F>
     where
@@ -287,7 +287,7 @@ impl Engine {
 
     fn begin<T, H, F>(
         &self,
-        call: Call,
+        call: Arc<Call>,
         handler: H,
     ) -> Result<impl Future<Output = Option<Conclusion<T>>> + Send + use<T, H, F>, Rejection>
     where
@@ -306,7 +306,6 @@ impl Engine {
             return Err(rejection);
         };
         let inside = Inside { _place: place, _token: self.0.tracker.token() };
-        let call = Arc::new(call);
         let span = observe::span(call.storage_key, &call.span);
         let engine = self.clone();
         Ok(attended(|departure| {
@@ -314,47 +313,52 @@ impl Engine {
         }))
     }
 
-    async fn conduct<T, H, F>(
+    // No async fn: those keep all they are given twice, and this is the larger part of what a request takes.
+    fn conduct<T, H, F>(
         self,
         call: Arc<Call>,
         mut handler: H,
         departure: Departure,
         // The handler counts to its end, not only for as long as its client stays.
-        _inside: Inside,
+        inside: Inside,
         span: Span,
-    ) -> Conclusion<T>
+    ) -> impl Future<Output = Conclusion<T>> + Send + use<T, H, F>
     where
-        H: FnMut(Run) -> F + Send,
-        F: Future<Output = Ran<T>> + Send,
-        T: Send,
+        H: FnMut(Run) -> F + Send + 'static,
+        F: Future<Output = Ran<T>> + Send + 'static,
+        T: Send + 'static,
     {
-        let arrived = Instant::now();
-        for run in 1..=RUNS_MAX {
-            let now = if run == 1 { arrived } else { Instant::now() };
-            let conclusion = match self.claim(&call, &departure, now).await {
-                Claimed::Lease(held) => match self.run(&call, &span, held, &mut handler, run).await
-                {
-                    Some(conclusion) => conclusion,
-                    None => continue,
-                },
-                Claimed::StoreDown(claim)
-                    if call.policy.store_down == StoreDown::RunUnprotected =>
-                {
-                    // What is rare must not make the future of every request larger.
-                    Box::pin(self.run_unprotected(&call, &span, claim, &mut handler)).await
-                }
-                Claimed::StoreDown(claim) => {
-                    self.give_up(&call, claim);
-                    Conclusion::refused(unavailable())
-                }
-                Claimed::Concluded(conclusion) => conclusion,
-            };
+        async move {
+            let _inside = inside;
+            let arrived = Instant::now();
+            for run in 1..=RUNS_MAX {
+                let now = if run == 1 { arrived } else { Instant::now() };
+                let conclusion = match self.claim(&call, &departure, now).await {
+                    Claimed::Lease(held) => {
+                        match self.run(&call, &span, held, &mut handler, run).await {
+                            Some(conclusion) => conclusion,
+                            None => continue,
+                        }
+                    }
+                    Claimed::StoreDown(claim)
+                        if call.policy.store_down == StoreDown::RunUnprotected =>
+                    {
+                        // What is rare must not make the future of every request larger.
+                        Box::pin(self.run_unprotected(&call, &span, claim, &mut handler)).await
+                    }
+                    Claimed::StoreDown(claim) => {
+                        self.give_up(&call, claim);
+                        Conclusion::refused(unavailable())
+                    }
+                    Claimed::Concluded(conclusion) => conclusion,
+                };
+                conclusion.tell(&call, arrived.elapsed());
+                return conclusion;
+            }
+            let conclusion = Conclusion::refused(unavailable());
             conclusion.tell(&call, arrived.elapsed());
-            return conclusion;
+            conclusion
         }
-        let conclusion = Conclusion::refused(unavailable());
-        conclusion.tell(&call, arrived.elapsed());
-        conclusion
     }
 
     /// Runs the handler under its lease and records what it came to. `None`: the store rolled
@@ -436,7 +440,7 @@ impl Engine {
     /// Makes sure that enough of the lease is left to start a handler, after a slow claim.
     async fn freshened(
         &self,
-        lease: &Arc<Lease>,
+        lease: &Lease,
         since: Instant,
         granted: Instant,
         policy: &Policy,
@@ -448,7 +452,7 @@ impl Engine {
         Box::pin(self.freshen(lease, policy)).await
     }
 
-    async fn freshen(&self, lease: &Arc<Lease>, policy: &Policy) -> Result<Instant, Rejection> {
+    async fn freshen(&self, lease: &Lease, policy: &Policy) -> Result<Instant, Rejection> {
         let sent = Instant::now();
         let renewal = Renewal { terms: policy.terms, checkpoint: None };
         match self.renew(lease, &renewal, policy).await {
@@ -650,7 +654,7 @@ fn unreadable() -> Rejection {
 }
 
 /// The lease of a claim that was never confirmed, as far as it is known: enough to give it up.
-fn unconfirmed(call: &Call, claim: &Claim) -> Arc<Lease> {
+fn unconfirmed(call: &Call, claim: &Claim) -> Lease {
     let grant = Grant {
         attempt: Attempt::FIRST,
         fence: Fence::from_number(0),
@@ -658,7 +662,7 @@ fn unconfirmed(call: &Call, claim: &Claim) -> Arc<Lease> {
         takeover: false,
         checkpoint: Bytes::new(),
     };
-    Arc::new(Lease::new(call.storage_key, claim, grant))
+    Lease::new(call.storage_key, claim, grant)
 }
 
 /// The pause after the given number of tries, between half of it and all of it.

@@ -1,6 +1,5 @@
 //! Settling: recording what a run came to, sent again within a bound, and longer in the background.
 
-use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -235,7 +234,7 @@ impl Engine {
     /// answer still settles the key, as long as nobody else holds it.
     pub(super) fn settle_later(
         &self,
-        lease: &Arc<Lease>,
+        lease: &Lease,
         settle: Settle,
         policy: &Policy,
         settled: &Settled,
@@ -247,8 +246,8 @@ impl Engine {
 
     /// Records in a tracked task, for as long as a lease lasts and for two minutes at least: a record
     /// whose lease is over takes the word of its last holder still.
-    pub(super) fn settle_in_background(&self, lease: &Arc<Lease>, settle: Settle, policy: &Policy) {
-        let (engine, lease, policy) = (self.clone(), Arc::clone(lease), policy.clone());
+    pub(super) fn settle_in_background(&self, lease: &Lease, settle: Settle, policy: &Policy) {
+        let (engine, lease, policy) = (self.clone(), lease.clone(), policy.clone());
         let task = async move {
             engine.settle(&lease, &settle, &policy, in_background(&policy)).await;
         };
@@ -259,7 +258,7 @@ impl Engine {
     ///
     /// A server that was frozen reads one line after another when it goes on, and the claim may stand on a
     /// line that is closed by now: it may be done after the release. So that is said twice.
-    pub(super) fn give_up_in_background(&self, lease: Arc<Lease>, settle: Settle, policy: &Policy) {
+    pub(super) fn give_up_in_background(&self, lease: Lease, settle: Settle, policy: &Policy) {
         let (engine, policy) = (self.clone(), policy.clone());
         let task = async move {
             let within = in_background(&policy);

@@ -1,5 +1,7 @@
 //! Shadow mode: the record is kept and judged as if the layer were in force, and nobody waits for it.
 
+use std::sync::Arc;
+
 use tokio::sync::oneshot;
 use tracing::Instrument as _;
 
@@ -25,7 +27,7 @@ impl Engine {
                 }
             };
             // What it concludes is counted on the way, and concerns nobody else.
-            let _ = engine.execute(call, run).await;
+            let _ = engine.execute(Arc::new(call), run).await;
         };
         self.0.tracker.spawn(task.in_current_span());
     }

@@ -1,7 +1,7 @@
 //! The handler's answer: what is recorded of it, and what goes out.
 
 use http::header::{CONTENT_LENGTH, CONTENT_TYPE, TRAILER, TRANSFER_ENCODING};
-use http::{HeaderMap, Response, StatusCode, response};
+use http::{HeaderMap, HeaderName, Response, StatusCode, response};
 use http_body::Body;
 
 use super::body::{Read, ResponseBody, read};
@@ -139,9 +139,7 @@ where
                 Read::Whole(bytes) => {
                     // How the body is framed is made anew from the bytes, here and in every
                     // replay; and no trailers are left that could be announced.
-                    for framing in [CONTENT_LENGTH, TRANSFER_ENCODING, TRAILER] {
-                        head.headers.remove(framing);
-                    }
+                    remove(&mut head.headers, &[CONTENT_LENGTH, TRANSFER_ENCODING, TRAILER]);
                     let response =
                         StoredResponse::encoded(&head, bytes.clone(), &config.header_rules);
                     let settle = Settle::Complete { response, writes };
@@ -249,9 +247,16 @@ pub(crate) fn is_stream(headers: &HeaderMap) -> bool {
 
 /// First answers never carry the marks of this layer, whoever else may have set them.
 fn clean(headers: &mut HeaderMap) {
-    headers.remove(IDEMPOTENT_REPLAYED);
-    headers.remove(IDEMPOTENCY_STATUS);
-    headers.remove(IDEMPOTENCY_KEY);
+    remove(headers, &[IDEMPOTENT_REPLAYED, IDEMPOTENCY_STATUS, IDEMPOTENCY_KEY]);
+}
+
+/// Most answers have few headers, and none of these: to look at those few costs less than a hash of each name.
+fn remove(headers: &mut HeaderMap, names: &[HeaderName]) {
+    for name in names {
+        if headers.keys().any(|present| present == name) {
+            headers.remove(name);
+        }
+    }
 }
 
 fn ran<B, E>(

@@ -185,14 +185,18 @@ fn whole_path(parts: &Parts) -> &str {
 ///
 /// The body is read here, in the connection's future: a client that leaves meanwhile leaves no
 /// trace. All that follows runs in a task of the engine.
-async fn cover<S, ReqBody, ResBody>(
+///
+/// No async fn: those keep all they are given twice.
+fn cover<S, ReqBody, ResBody>(
     engine: Engine,
     config: Arc<Config>,
     asked: Asked,
     mut ready: S,
     parts: Parts,
     body: ReqBody,
-) -> Result<Response<ResponseBody<ResBody>>, S::Error>
+) -> impl Future<Output = Result<Response<ResponseBody<ResBody>>, S::Error>>
++ Send
++ use<S, ReqBody, ResBody>
 where
     S: Service<Request<ReqBody>, Response = Response<ResBody>> + Clone + Send + 'static,
     S::Future: Send,
@@ -205,60 +209,68 @@ where
     ResBody::Error: Send,
 {
     let Asked { key, caller } = asked;
-    let body = match read_body(body, &config).await {
-        Ok(body) => body,
-        Err(kind) => {
-            let id = key.as_ref().zip(caller.as_ref());
-            let id = id.map(|(key, (identity, _))| StorageKey::new(identity, key));
-            return Ok(refused(kind, id, key.as_ref(), &config));
-        }
-    };
-    let fingerprints = fingerprints(&config, &parts, &body);
-    let key = match keys::of_request(key, &config, &parts, &body, &fingerprints) {
-        Ok(Some(key)) => key,
-        Ok(None) if config.missing_key == MissingKey::PassThrough => {
-            observe::passed_through();
-            let response = ready.call(Request::from_parts(parts, ReqBody::from(body))).await?;
-            return Ok(response.map(ResponseBody::passed));
-        }
-        Ok(None) => return Ok(refused(RejectionKind::KeyMissing, None, None, &config)),
-        Err(error) => return Ok(refused(RejectionKind::KeyInvalid(error), None, None, &config)),
-    };
-    let Some((identity, caller)) = caller else {
-        return Ok(refused(RejectionKind::ScopeMissing, None, Some(&key), &config));
-    };
-    let storage_key = StorageKey::new(&identity, &key);
-    let policy = config.policy.clone();
-    let span = Span::current();
-    let call = Call { key: key.clone(), storage_key, caller, identity, fingerprints, policy, span };
-    // Only a guard wants to know again who asked.
-    let asker = config.replay_guard.as_ref().map(|guard| Box::new((guard.clone(), parts.clone())));
-    let mut handler =
-        Handler { ready: Some(ready), parts: Some(parts), body, config: Arc::clone(&config) };
-    let conclusion = engine.execute(call, move |run| handler.start(run)).await;
-    let mut response = match conclusion {
-        Conclusion::Ran(answer, Seen::RolledBack) => answer.into_undone(&config)?,
-        Conclusion::Ran(answer, _) => answer.into_response(&config, storage_key)?,
-        Conclusion::NotStored(answer) => with_status(
-            answer.into_response(&config, storage_key)?,
-            HeaderValue::from_static("not-stored"),
-        ),
-        Conclusion::Unprotected(answer) => with_status(
-            answer.into_response(&config, storage_key)?,
-            HeaderValue::from_static("unprotected"),
-        ),
-        Conclusion::Replay(stored) => match allowed(asker, &key, stored.status()).await {
-            ReplayDecision::Allow => replay(*stored, &config),
-            ReplayDecision::Refuse => refused(FORBIDDEN, Some(storage_key), None, &config),
-        },
-        Conclusion::Reconciled(stored) => match allowed(asker, &key, stored.status()).await {
-            ReplayDecision::Allow => first(*stored, &config),
-            ReplayDecision::Refuse => refused(FORBIDDEN, Some(storage_key), None, &config),
-        },
-        Conclusion::Refused(rejection) => referenced(rejection, storage_key, &config),
-    };
-    echo(&mut response, Some(&key));
-    Ok(response)
+    async move {
+        let body = match read_body(body, &config).await {
+            Ok(body) => body,
+            Err(kind) => {
+                let id = key.as_ref().zip(caller.as_ref());
+                let id = id.map(|(key, (identity, _))| StorageKey::new(identity, key));
+                return Ok(refused(kind, id, key.as_ref(), &config));
+            }
+        };
+        let fingerprints = fingerprints(&config, &parts, &body);
+        let key = match keys::of_request(key, &config, &parts, &body, &fingerprints) {
+            Ok(Some(key)) => key,
+            Ok(None) if config.missing_key == MissingKey::PassThrough => {
+                observe::passed_through();
+                let response = ready.call(Request::from_parts(parts, ReqBody::from(body))).await?;
+                return Ok(response.map(ResponseBody::passed));
+            }
+            Ok(None) => return Ok(refused(RejectionKind::KeyMissing, None, None, &config)),
+            Err(error) => {
+                return Ok(refused(RejectionKind::KeyInvalid(error), None, None, &config));
+            }
+        };
+        let Some((identity, caller)) = caller else {
+            return Ok(refused(RejectionKind::ScopeMissing, None, Some(&key), &config));
+        };
+        let storage_key = StorageKey::new(&identity, &key);
+        let policy = Arc::clone(&config.policy);
+        let span = Span::current();
+        let key_again = key.clone();
+        let call =
+            Call { key: key_again, storage_key, caller, identity, fingerprints, policy, span };
+        let call = Arc::new(call);
+        // Only a guard wants to know again who asked.
+        let asker =
+            config.replay_guard.as_ref().map(|guard| Box::new((guard.clone(), parts.clone())));
+        let mut handler =
+            Handler { ready: Some(ready), parts: Some(parts), body, config: Arc::clone(&config) };
+        let conclusion = engine.execute(call, move |run| handler.start(run)).await;
+        let mut response = match conclusion {
+            Conclusion::Ran(answer, Seen::RolledBack) => answer.into_undone(&config)?,
+            Conclusion::Ran(answer, _) => answer.into_response(&config, storage_key)?,
+            Conclusion::NotStored(answer) => with_status(
+                answer.into_response(&config, storage_key)?,
+                HeaderValue::from_static("not-stored"),
+            ),
+            Conclusion::Unprotected(answer) => with_status(
+                answer.into_response(&config, storage_key)?,
+                HeaderValue::from_static("unprotected"),
+            ),
+            Conclusion::Replay(stored) => match allowed(asker, &key, stored.status()).await {
+                ReplayDecision::Allow => replay(*stored, &config),
+                ReplayDecision::Refuse => refused(FORBIDDEN, Some(storage_key), None, &config),
+            },
+            Conclusion::Reconciled(stored) => match allowed(asker, &key, stored.status()).await {
+                ReplayDecision::Allow => first(*stored, &config),
+                ReplayDecision::Refuse => refused(FORBIDDEN, Some(storage_key), None, &config),
+            },
+            Conclusion::Refused(rejection) => referenced(rejection, storage_key, &config),
+        };
+        echo(&mut response, Some(&key));
+        Ok(response)
+    }
 }
 
 /// Reads a request body, at most as much and for as long as the configuration says.

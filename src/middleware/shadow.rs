@@ -98,10 +98,10 @@ fn judge(
         observe::shadowed(&RejectionKind::ScopeMissing);
         return None;
     };
-    let mut policy = config.policy.clone();
+    let mut policy = Arc::clone(&config.policy);
     if matches!(policy.recovery, Recovery::Reconcile(_)) {
         // A hook may act, fence for example, and nothing was interrupted.
-        policy.recovery = Recovery::AtMostOnce;
+        Arc::make_mut(&mut policy).recovery = Recovery::AtMostOnce;
     }
     let call = Call {
         storage_key: StorageKey::in_shadow(&identity, &key),

@@ -65,9 +65,16 @@ use crate::scope::StorageKey;
 pub type StoreFuture<'a, T> = Pin<Box<dyn Future<Output = Result<T, StoreError>> + Send + 'a>>;
 
 /// The time-limited right to run the handler of one key.
+///
+/// # Clone
+/// Clones are the same lease.
 #[derive(Clone, Debug)]
 #[must_use = "a lease that is not completed or released blocks its key until it ends"]
-pub struct Lease {
+pub struct Lease(Arc<Held>);
+
+/// Shared, since a lease passes through many hands and is large.
+#[derive(Clone, Debug)]
+struct Held {
     key: StorageKey,
     owner: Owner,
     grant: Grant,
@@ -87,7 +94,7 @@ impl Lease {
             fence: grant.fence,
             created: grant.created,
         };
-        Self {
+        Self(Arc::new(Held {
             key,
             owner,
             grant,
@@ -95,58 +102,62 @@ impl Lease {
             repeatable: false,
             #[cfg(feature = "redis")]
             granted: Instant::now(),
-        }
+        }))
+    }
+
+    fn held(&mut self) -> &mut Held {
+        Arc::make_mut(&mut self.0)
     }
 
     /// Which key it is for.
     #[must_use]
     pub fn key(&self) -> StorageKey {
-        self.key
+        self.0.key
     }
 
     /// Who holds it.
     #[must_use]
     pub fn owner(&self) -> &Owner {
-        &self.owner
+        &self.0.owner
     }
 
     /// What the store's clock says now in a first attempt, as far as one can tell who read it at the claim.
     /// Nothing is decided by it.
     #[cfg(feature = "redis")]
     pub(crate) fn about_now(&self) -> Millis {
-        self.owner.created.after(self.granted.elapsed())
+        self.0.owner.created.after(self.0.granted.elapsed())
     }
 
     /// What the store granted.
     #[must_use]
     pub fn grant(&self) -> &Grant {
-        &self.grant
+        &self.0.grant
     }
 
     /// True if `complete` may answer [`RolledBack`](crate::StoreErrorKind::RolledBack), after which
     /// the handler may run again within the same request.
     #[must_use]
     pub fn is_repeatable(&self) -> bool {
-        self.repeatable
+        self.0.repeatable
     }
 
     /// Says that the store undoes all of the handler's effects when it answers
     /// [`RolledBack`](crate::StoreErrorKind::RolledBack). Only a store that holds the handler's
     /// transaction can say this.
     pub fn repeatable(mut self) -> Self {
-        self.repeatable = true;
+        self.held().repeatable = true;
         self
     }
 
     /// What the store wants the handler to find in its request, for example a transaction.
     #[must_use]
     pub fn attachments(&self) -> &Extensions {
-        &self.attachments
+        &self.0.attachments
     }
 
-    /// Lets a store attach something for the handler.
+    /// Lets a store attach something for the handler, before the lease is given away.
     pub fn attachments_mut(&mut self) -> &mut Extensions {
-        &mut self.attachments
+        &mut self.held().attachments
     }
 }
 

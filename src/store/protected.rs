@@ -274,10 +274,10 @@ impl<S: Store> Store for Protected<S> {
                         None => ClaimOutcome::Unreadable,
                     }
                 }
-                ClaimOutcome::Acquired(mut lease) if !lease.grant.checkpoint.is_empty() => {
-                    match self.keys.open(Kind::Checkpoint, key, &lease.grant.checkpoint) {
+                ClaimOutcome::Acquired(mut lease) if !lease.grant().checkpoint.is_empty() => {
+                    match self.keys.open(Kind::Checkpoint, key, &lease.grant().checkpoint) {
                         Some(checkpoint) => {
-                            lease.grant.checkpoint = checkpoint;
+                            lease.held().grant.checkpoint = checkpoint;
                             ClaimOutcome::Acquired(lease)
                         }
                         // Granted, and cannot be run: its lease ends by itself, and nothing is lost.
@@ -310,7 +310,7 @@ impl<S: Store> Store for Protected<S> {
         let Some(checkpoint) = &renewal.checkpoint else { return self.store.renew(lease, renewal) };
         Box::pin(async move {
             let sealed =
-                self.keys.seal(Kind::Checkpoint, lease.key, lease.owner.holder, checkpoint);
+                self.keys.seal(Kind::Checkpoint, lease.key(), lease.owner().holder, checkpoint);
             let renewal = Renewal { terms: renewal.terms, checkpoint: Some(sealed) };
             self.store.renew(lease, &renewal).await
         })
@@ -322,12 +322,16 @@ impl<S: Store> Store for Protected<S> {
         completion: &'a Completion,
     ) -> StoreFuture<'a, CompleteOutcome> {
         Box::pin(async move {
-            let response =
-                self.keys.seal(Kind::Response, lease.key, lease.owner.holder, &completion.response);
+            let response = self.keys.seal(
+                Kind::Response,
+                lease.key(),
+                lease.owner().holder,
+                &completion.response,
+            );
             let completion = Completion { response, ..completion.clone() };
             Ok(match self.store.complete(lease, &completion).await? {
                 CompleteOutcome::Superseded(sealed) => {
-                    match self.keys.open(Kind::Response, lease.key, &sealed) {
+                    match self.keys.open(Kind::Response, lease.key(), &sealed) {
                         Some(response) => CompleteOutcome::Superseded(response),
                         None => CompleteOutcome::Unreadable,
                     }
@@ -348,14 +352,14 @@ impl<S: Store> Store for Protected<S> {
         lease: &'a Lease,
         release: &'a Release,
     ) -> StoreFuture<'a, ReleaseOutcome> {
-        let holder = self.keys.named(lease.key, lease.owner.holder);
-        if holder == lease.owner.holder {
+        let holder = self.keys.named(lease.key(), lease.owner().holder);
+        if holder == lease.owner().holder {
             return self.store.release(lease, release);
         }
         // Of a claim that was never confirmed; its caller knows the holder as it was before.
         Box::pin(async move {
             let mut lease = lease.clone();
-            lease.owner.holder = holder;
+            lease.held().owner.holder = holder;
             self.store.release(&lease, release).await
         })
     }

@@ -43,7 +43,11 @@ impl Words {
     }
 
     pub(super) fn word(&mut self, word: &[u8]) -> &mut Self {
-        self.pieces(&[word])
+        line(&mut self.bytes, b'$', word.len() as u64);
+        self.bytes.extend_from_slice(word);
+        self.bytes.extend_from_slice(b"\r\n");
+        self.count += 1;
+        self
     }
 
     /// One word of several pieces.
@@ -91,10 +95,24 @@ const DIGITS: usize = 20;
 
 /// Adds a line that consists of a mark and a number.
 pub(super) fn line(bytes: &mut Vec<u8>, mark: u8, number: u64) {
-    let mut digits = [0; DIGITS];
-    bytes.push(mark);
-    bytes.extend_from_slice(decimal(number, &mut digits));
-    bytes.extend_from_slice(b"\r\n");
+    // Nearly all are this short, and each goes in as one piece.
+    let digit = |value: u64| b'0' + u8::try_from(value % 10).unwrap_or_default();
+    match number {
+        0..10 => bytes.extend_from_slice(&[mark, digit(number), b'\r', b'\n']),
+        10..100 => {
+            bytes.extend_from_slice(&[mark, digit(number / 10), digit(number), b'\r', b'\n']);
+        }
+        100..1000 => {
+            let (hundreds, tens) = (digit(number / 100), digit(number / 10));
+            bytes.extend_from_slice(&[mark, hundreds, tens, digit(number), b'\r', b'\n']);
+        }
+        _ => {
+            let mut digits = [0; DIGITS];
+            bytes.push(mark);
+            bytes.extend_from_slice(decimal(number, &mut digits));
+            bytes.extend_from_slice(b"\r\n");
+        }
+    }
 }
 
 fn decimal(mut number: u64, digits: &mut [u8; DIGITS]) -> &[u8] {
