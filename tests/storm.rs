@@ -88,21 +88,65 @@ fn claim(body: &'static str) -> (StorageKey, Claim) {
 }
 
 #[tokio::test(start_paused = true)]
-async fn who_waits_for_a_twin_in_its_process_asks_the_store_once_and_gets_the_twins_answer() {
+async fn who_waits_for_a_twin_in_its_process_asks_the_store_nothing_and_gets_the_twins_answer() {
     let server = Server::new();
     let first = tokio::spawn(server.clone().pay("order"));
     server.started.acquire().await.unwrap().forget();
     let waiters: Vec<_> = (0..50).map(|_| tokio::spawn(server.clone().pay("order"))).collect();
     // All tasks have come to rest when the paused clock moves.
     tokio::time::sleep(Duration::from_millis(100)).await;
-    assert_eq!(server.store.calls(Verb::Claim), 51);
+    assert_eq!(server.store.calls(Verb::Claim), 1);
     server.gate.add_permits(1);
     assert_eq!(first.await.unwrap(), (200, "order".to_owned()));
     for waiter in waiters {
         assert_eq!(waiter.await.unwrap(), (200, "order".to_owned()));
     }
     assert_eq!(server.runs.load(Ordering::SeqCst), 1);
-    assert_eq!(server.store.calls(Verb::Claim), 51, "nobody asked again");
+    assert_eq!(server.store.calls(Verb::Claim), 1, "nobody asked at the end either");
+}
+
+#[tokio::test(start_paused = true)]
+async fn whoever_waits_in_vain_is_told_by_the_store_what_is_left_of_the_lease() {
+    let server = Server::new();
+    let first = tokio::spawn(server.clone().pay("order"));
+    server.started.acquire().await.unwrap().forget();
+    let (status, body) = server.clone().pay("order").await;
+    assert_eq!(status, 409, "{body}");
+    assert_eq!(server.store.calls(Verb::Claim), 2);
+    server.gate.add_permits(1);
+    first.await.unwrap();
+}
+
+#[tokio::test(start_paused = true)]
+async fn another_request_under_the_key_of_a_run_is_refused_at_once() {
+    let server = Server::new();
+    let first = tokio::spawn(server.clone().pay("order"));
+    server.started.acquire().await.unwrap().forget();
+    let began = tokio::time::Instant::now();
+    let (status, body) = server.clone().pay("another order").await;
+    assert_eq!((status, began.elapsed()), (422, Duration::ZERO), "{body}");
+    server.gate.add_permits(1);
+    first.await.unwrap();
+}
+
+/// A run that has lost its lease says nothing about its key: another process may have settled it meanwhile.
+#[tokio::test(start_paused = true)]
+async fn a_twin_of_a_run_that_has_lost_its_lease_asks_the_store() {
+    let server = Server::new();
+    let first = tokio::spawn(server.clone().pay("order"));
+    server.started.acquire().await.unwrap().forget();
+    server.store.inject_always(Verb::Renew, Fault::LoseRequest);
+    // The lease of 30 seconds is over, and was not renewed.
+    tokio::time::sleep(Duration::from_secs(40)).await;
+    let before = server.store.calls(Verb::Claim);
+    let began = tokio::time::Instant::now();
+    let (status, body) = server.clone().pay("order").await;
+    assert_eq!((status, began.elapsed()), (409, Duration::ZERO), "{body}");
+    assert!(body.contains("outcome_unknown"), "{body}");
+    assert_eq!(server.store.calls(Verb::Claim), before + 1);
+    server.store.heal();
+    server.gate.add_permits(1);
+    assert_eq!(first.await.unwrap().0, 200, "its late answer heals the record");
 }
 
 #[tokio::test(start_paused = true)]

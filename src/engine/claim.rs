@@ -44,6 +44,19 @@ impl<T> Claimed<T> {
     }
 }
 
+/// A seat that is taken, counted.
+fn seated(seat: Seat, policy: &Policy) -> (Seat, Waiting) {
+    if policy.enforcement == Enforcement::Shadow {
+        observe::shadow_waits();
+    }
+    (seat, Waiting::begin())
+}
+
+/// True if what a twin stored answers this very request.
+fn is_for(call: &Call, stored: &Stored) -> bool {
+    call.fingerprints.compare(stored.fingerprint) == Comparison::Same
+}
+
 /// What is known when the answer to a claim is looked at.
 struct Progress {
     /// The last answer found by asking, if it was this request that asked.
@@ -67,9 +80,18 @@ impl Engine {
             on_expired: policy.recovery.on_expired(),
             effects: policy.effects,
         };
-        let mut since = now;
-        let wait_until = since + policy.wait;
-        let mut seat = None;
+        let wait_until = now + policy.wait;
+        let (mut since, mut seat) = (now, None);
+        if !policy.wait.is_zero()
+            && let Some(beside) = self.0.room.take_seat_beside(call.storage_key, &call.fingerprints)
+        {
+            // As long as that one runs and holds its lease, the store could only say that it does.
+            match Box::pin(self.wait_beside(call, beside, departure, wait_until)).await {
+                Ok(conclusion) => return Claimed::Concluded(conclusion),
+                Err(taken) => seat = Some(taken),
+            }
+            since = Instant::now();
+        }
         let mut progress = Progress { found: None, inquiries: 0 };
         loop {
             let (outcome, granted) =
@@ -119,10 +141,7 @@ impl Engine {
                 return in_use();
             }
             if seat.is_none() {
-                if policy.enforcement == Enforcement::Shadow {
-                    observe::shadow_waits();
-                }
-                seat = self.0.room.take_seat(call.storage_key).map(|seat| (seat, Waiting::begin()));
+                seat = self.0.room.take_seat(call.storage_key).map(|seat| seated(seat, policy));
             }
             let Some((seat, _)) = &mut seat else {
                 return Claimed::refused(
@@ -135,10 +154,8 @@ impl Engine {
                 woken = seat.wait(wait_until) => match woken {
                     // The store said that the request was the same as the one in flight. Whether that
                     // was the one that has ended is for the fingerprint to say.
-                    Woken::Stored(Stored { fingerprint, response })
-                        if call.fingerprints.compare(fingerprint) == Comparison::Same =>
-                    {
-                        return Claimed::Concluded(Conclusion::replay(response));
+                    Woken::Stored(stored) if is_for(call, &stored) => {
+                        return Claimed::Concluded(Conclusion::replay(stored.response));
                     }
                     Woken::Stored(_) | Woken::ClaimAgain | Woken::TimedOut => {}
                 },
@@ -148,6 +165,30 @@ impl Engine {
             }
             since = Instant::now();
         }
+    }
+
+    /// Waits for a run of this process. If that does not answer the request, the store has to be asked, and the seat
+    /// is kept for that.
+    async fn wait_beside<T>(
+        &self,
+        call: &Call,
+        seat: Seat,
+        departure: &Departure,
+        until: Instant,
+    ) -> Result<Conclusion<T>, (Seat, Waiting)> {
+        let (mut seat, waiting) = seated(seat, &call.policy);
+        tokio::select! {
+            biased;
+            woken = seat.wait(until) => match woken {
+                Woken::Stored(stored) if is_for(call, &stored) => {
+                    return Ok(Conclusion::replay(stored.response));
+                }
+                Woken::Stored(_) | Woken::ClaimAgain | Woken::TimedOut => {}
+            },
+            () = self.0.closing.cancelled() => {}
+            () = departure.seen() => return Ok(Conclusion::refused(RejectionKind::KeyInUse)),
+        }
+        Err((seat, waiting))
     }
 
     /// Asks the route's hook about an interrupted attempt, if there is one: `Ok` if it is worth

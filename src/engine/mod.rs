@@ -379,7 +379,9 @@ impl Engine {
         let Held { lease, since, granted } = held;
         let policy = &call.policy;
         let _in_flight = Gauge::in_flight();
-        let owning = self.0.room.own(call.storage_key);
+        let lost = CancellationToken::new();
+        let fingerprint = call.fingerprints.current();
+        let owning = self.0.room.own(call.storage_key, fingerprint, lost.clone());
         let since = match self.freshened(&lease, since, granted, policy).await {
             Ok(since) => since,
             Err(rejection) => return Some(Conclusion::Refused(rejection)),
@@ -388,7 +390,6 @@ impl Engine {
         if lease.grant().takeover {
             observe::takeover();
         }
-        let lost = CancellationToken::new();
         let execution = Execution::held(self, call, &lease, &lost);
         let _registered = self.register(&execution, granted);
         let input = Run {
@@ -413,7 +414,6 @@ impl Engine {
         let (ran, settle, recorded, settled) = kept.during(work).await;
         match (&settled, &recorded) {
             (Settled::Stored, Settle::Complete { response, .. }) => {
-                let fingerprint = call.fingerprints.current();
                 owning.stored(Stored { fingerprint, response: response.clone() });
             }
             _ => drop(owning),

@@ -2,7 +2,8 @@
 //!
 //! A waiter never runs because "the key looks free": it is woken, and claims again.
 //!
-//! * The twin runs in this process: its end wakes all waiters at once, with the response that it stored.
+//! * The twin runs in this process: its end wakes all waiters at once, with the response that it stored. Whoever
+//!   comes while it runs does not ask the store before that.
 //! * It runs elsewhere: one waiter per key polls, every few milliseconds at first and tens of
 //!   milliseconds later, and wakes the others. So a storm on one key costs one poll at a time.
 
@@ -16,7 +17,7 @@ use tokio::time::{Instant, sleep, sleep_until};
 use tokio_util::sync::CancellationToken;
 
 use crate::by_digest::DigestMap;
-use crate::fingerprint::Fingerprint;
+use crate::fingerprint::{Comparison, Fingerprint, Fingerprints};
 use crate::scope::StorageKey;
 
 /// How many requests may wait for running twins.
@@ -52,10 +53,20 @@ struct Keys {
 #[derive(Debug, Default)]
 struct Entry {
     owners: usize,
+    /// Whom the owner runs for; none once there was a second owner, as one of them has lost the key then.
+    running: Option<Running>,
     waiting: usize,
     /// The end of an owner of this process; made by the first waiter that wants it.
     settled: Option<Arc<Settlement>>,
     elsewhere: Option<Arc<Elsewhere>>,
+}
+
+/// A run of this process.
+#[derive(Debug)]
+struct Running {
+    fingerprint: Fingerprint,
+    /// Its lease is lost: by now the store may know of another one.
+    lost: CancellationToken,
 }
 
 /// The end of a twin in this process.
@@ -123,14 +134,39 @@ impl Room {
         self.keys.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub(super) fn own(self: &Arc<Self>, key: StorageKey) -> Owning {
-        self.lock().by_key.entry(key).or_default().owners += 1;
+    pub(super) fn own(
+        self: &Arc<Self>,
+        key: StorageKey,
+        fingerprint: Fingerprint,
+        lost: CancellationToken,
+    ) -> Owning {
+        let mut keys = self.lock();
+        let entry = keys.by_key.entry(key).or_default();
+        entry.owners += 1;
+        entry.running = (entry.owners == 1).then_some(Running { fingerprint, lost });
+        drop(keys);
         Owning { room: Arc::clone(self), key, stored: None }
+    }
+
+    /// A seat beside a run of this process for the same request that holds its lease, if there is one and not
+    /// too many wait already.
+    pub(super) fn take_seat_beside(
+        self: &Arc<Self>,
+        key: StorageKey,
+        fingerprints: &Fingerprints,
+    ) -> Option<Seat> {
+        let keys = self.lock();
+        let running = keys.by_key.get(&key)?.running.as_ref()?;
+        let same = fingerprints.compare(running.fingerprint) == Comparison::Same;
+        if same && !running.lost.is_cancelled() { self.seat(keys, key) } else { None }
     }
 
     /// A seat, or `None` if too many wait already.
     pub(super) fn take_seat(self: &Arc<Self>, key: StorageKey) -> Option<Seat> {
-        let mut keys = self.lock();
+        self.seat(self.lock(), key)
+    }
+
+    fn seat(self: &Arc<Self>, mut keys: MutexGuard<'_, Keys>, key: StorageKey) -> Option<Seat> {
         let waiting = keys.by_key.get(&key).map_or(0, |entry| entry.waiting);
         if keys.waiting >= self.limits.total || waiting >= self.limits.per_key {
             return None;
@@ -171,6 +207,7 @@ impl Drop for Owning {
         let stored = self.stored.take();
         self.room.leave(self.key, |entry, _| {
             entry.owners -= 1;
+            entry.running = None;
             if let Some(settled) = entry.settled.take() {
                 if let Some(stored) = stored {
                     // It is made by waiters and taken by the first end after that, so nothing is in it.
@@ -269,6 +306,10 @@ mod tests {
 
     const KEY: StorageKey = StorageKey::from_bytes([7; 24]);
 
+    fn print() -> Fingerprint {
+        Fingerprint::from_stored(crate::fingerprint::RecipeId::from_bytes([1; 4]), [7; 32])
+    }
+
     fn soon() -> Instant {
         Instant::now() + Duration::from_secs(2)
     }
@@ -276,7 +317,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn the_end_of_a_twin_in_this_process_wakes_all_waiters_at_once() {
         let room = Room::new(WaitLimits::default());
-        let owning = room.own(KEY);
+        let owning = room.own(KEY, print(), CancellationToken::new());
         let start = Instant::now();
         let waiters: Vec<_> = (0..50)
             .map(|_| {
