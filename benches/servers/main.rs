@@ -173,12 +173,14 @@ fn measure(
     redis: &RedisServer,
     runtime: &tokio::runtime::Runtime,
 ) -> Vec<Pair> {
-    let (ours, floor, _database) = contestants(workload, redis);
+    let (ours, floor, database) = contestants(workload, redis);
+    // What the server keeps its records in, if that is a process of its own.
+    let store = database.as_ref().map_or(redis.pid(), PostgresServer::pid);
     let plan = Plan::of(workload, options.window());
     let run = |served: &Served, round: usize| {
         redis.cli(&["flushall", "sync"]);
         let load = Load { port: served.port, plan, round };
-        let watched = [served.pid(), redis.pid()];
+        let watched = [served.pid(), store];
         runtime.block_on(load.run(watched))
     };
     // Once unmeasured: caches, connections, the first pages.

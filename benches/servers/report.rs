@@ -19,7 +19,7 @@ pub(crate) struct Report {
 }
 
 const HEAD: &str = "\
-| workload | both | server | Redis | throughput | p50 | p99 | µs a request, ours and floor | runs per key, ours and floor | answers of ours |
+| workload | both | server | store | throughput | p50 | p99 | µs a request, ours and floor | runs per key, ours and floor | answers of ours |
 |---|---|---|---|---|---|---|---|---|---|
 ";
 

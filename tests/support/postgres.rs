@@ -129,6 +129,13 @@ impl PostgresServer {
     }
 
     /// The port.
+    /// Of the process whose children serve the connections.
+    pub fn pid(&self) -> u32 {
+        let pid = std::fs::read_to_string(self.folder.path().join("data/postmaster.pid"));
+        let pid = pid.unwrap_or_default().lines().next().and_then(|pid| pid.trim().parse().ok());
+        pid.expect("a running server has written its number down")
+    }
+
     pub fn port(&self) -> u16 {
         self.port
     }
