@@ -21,10 +21,11 @@ pub(crate) enum Source {
     Empty,
 }
 
-/// Before or after the charge.
+/// Before or after the charge; or between the two steps of a payment whose money is set aside first.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum When {
     Before,
+    Between,
     After,
 }
 
@@ -46,6 +47,7 @@ impl Source {
             "panic_before" => Self::Panic(When::Before),
             "panic_after" => Self::Panic(When::After),
             "crash_before" => Self::Crash(When::Before),
+            "crash_between" => Self::Crash(When::Between),
             "crash_after" => Self::Crash(When::After),
             "stream" => Self::Stream,
             "empty" => Self::Empty,
