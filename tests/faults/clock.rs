@@ -17,7 +17,7 @@ use tower_idempotency::{IdempotencyKey, Identity, RedisStore, StorageKey};
 use crate::invariants::{End, Promise};
 use crate::redis::RedisServer;
 use crate::sandbox::Sandbox;
-use crate::site::{Site, USUAL, begins, is, is_paid, is_unknown, ms};
+use crate::site::{Site, USUAL, begins, is, is_paid, is_unknown, ms, server};
 
 const HOUR: i64 = 3600;
 
@@ -121,9 +121,12 @@ async fn a6_a_key_is_replayed_to_the_last_millisecond_of_its_retention_and_then_
     // With the retention ends what it is for: one effect, one answer to it, and one that is replayed.
     for (asked, broken) in [(&[1, 0][..], &["I1", "I2", "I3"][..]), (&[], &["I1", "I2"])] {
         let (clock, site) = site(&["--retention", "3600"]).await;
+        let completed = u64::try_from(time_of(&site)).unwrap() * 1_000 + 5;
+        clock.stand(&site, completed);
         let first = site.ask_one("k", "tok_visa").await;
         assert_eq!((first.status.as_u16(), first.is_replay()), (201, false));
         let end: u64 = site.redis.cli(&["pexpiretime", &site.claimed().await]).parse().unwrap();
+        assert_eq!(end, completed + 3_600_000);
         for before in asked {
             clock.stand(&site, end - before);
             for replay in [site.ask_one("k", "tok_visa").await, site.ask_two("k", "tok_visa").await]
@@ -183,16 +186,27 @@ async fn fault_b13_a_server_whose_own_clock_is_hours_off_changes_nothing() {
         assert_eq!(running.await.unwrap().unwrap().status, 201);
         assert_eq!(other.await.unwrap().unwrap().status, 201);
         assert!(site.ask_one("by-the-other", "tok_slow_1500").await.is_replay());
-        // And when it dies, its lease ends as it would have: not before, and not hours after.
-        let dying = site.pay("dying", "tok_crash_after");
-        assert!(dying.await.unwrap().is_none());
-        is(&site.ask_two("dying", "tok_crash_after").await, 409, "idempotency_key_in_use");
+        // Whichever of them dies, the other one sees its lease end as it would have: not before, and not hours
+        // after. First the one whose clock is right.
+        let (history, asked) = (site.history.clone(), [site.one.address]);
+        assert!(
+            history.ask(site.two.address, "two-dies", "tok_crash_after", USUAL).await.is_none()
+        );
+        is(&site.ask_one("two-dies", "tok_crash_after").await, 409, "idempotency_key_in_use");
         let died = Instant::now();
-        is_unknown(&site.settled_without_one("dying", "tok_crash_after").await);
+        is_unknown(&history.pay_surely(&asked, "two-dies", "tok_crash_after", USUAL).await);
+        assert!(died.elapsed() < ms(10_000));
+        site.two.ended();
+        history.keep_runs_of(&site.two);
+        site.two = server(&site.redis.url(), &site.one.ledger, &args[2..]);
+        assert!(site.pay("one-dies", "tok_crash_after").await.unwrap().is_none());
+        is(&site.ask_two("one-dies", "tok_crash_after").await, 409, "idempotency_key_in_use");
+        let died = Instant::now();
+        is_unknown(&site.settled_without_one("one-dies", "tok_crash_after").await);
         assert!(died.elapsed() < ms(10_000));
         let end = site.settled_without_one("by-it", "tok_slow_1500").await;
         assert!(matches!(end, End::Paid { replay: true, .. }), "{end:?}");
-        assert_eq!(site.two.charges().await, 4);
+        assert_eq!(site.two.charges().await, 5);
         site.check(Promise::AtMostOnce).await;
     }
 }
