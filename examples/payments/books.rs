@@ -357,13 +357,16 @@ mod tests {
             let refund = books(&ledger).refund(&cause, &first.id, None).await.unwrap().unwrap();
             assert_eq!((refund.amount, refund.attempt), (5, attempt));
         }
+        for attempt in [1, 2] {
+            books(&ledger).hold(&cause("acme", "h", attempt), &new(5)).await.unwrap();
+        }
         let other = books(&ledger).charge(&cause("acme", "d", 1), &new(5)).await.unwrap();
         for attempt in [1, 2] {
             let voided =
                 books(&ledger).void(&cause("acme", "v", attempt), &other.id).await.unwrap();
             assert_eq!(voided.unwrap().status, "voided");
         }
-        assert_eq!(actions(&ledger).await, ["charge", "refund", "charge", "void"]);
+        assert_eq!(actions(&ledger).await, ["charge", "refund", "hold", "charge", "void"]);
     }
 
     #[tokio::test]

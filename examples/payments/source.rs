@@ -88,6 +88,7 @@ mod tests {
             Some(Source::ChargeThenSlow(Duration::from_secs(600)))
         );
         assert_eq!(Source::parse("tok_large_2"), Some(Source::Large(2048)));
+        assert_eq!(Source::parse("tok_crash_between"), Some(Source::Crash(When::Between)));
         assert_eq!(Source::parse("tok_panic_after"), Some(Source::Panic(When::After)));
         for name in [
             "",

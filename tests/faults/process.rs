@@ -1,8 +1,13 @@
 //! B. The server process.
 
+use tower_idempotency::store::Inspect;
+use tower_idempotency::{PostgresStore, SqliteStore};
+
+use crate::history::{History, assert_breaks};
 use crate::invariants::{End, Promise};
 use crate::line::{Proxy, Way};
-use crate::sandbox::{Answer, Call, Connection};
+use crate::postgres::PostgresServer;
+use crate::sandbox::{Answer, Call, Connection, Sandbox};
 use crate::site::{Site, USUAL, begins, is, is_paid, is_unknown, ms, sleep};
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -64,6 +69,31 @@ async fn b3_a_crash_between_two_steps_leaves_the_second_to_who_may_run_and_does_
         assert_eq!(paid["attempt"], 2, "{recovery}");
         assert_eq!(steps(&site).await, [1, 1], "{recovery}");
         site.check(Promise::Deduplicated).await;
+    }
+}
+
+/// In a database both steps and the record are one transaction.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn b3_a_crash_between_two_steps_of_a_transaction_leaves_neither() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("payments.db");
+    let (_server, url) = PostgresServer::shared();
+    for (ledger, args) in [(Some(&*file), &[][..]), (None, &["--store", &url])] {
+        let history = History::with_lease(ms(30_000));
+        let mut first = Sandbox::start_telling_runs(ledger, args);
+        assert!(history.ask(first.address, "k", "tok_crash_between", USUAL).await.is_none());
+        first.ended();
+        history.keep_runs_of(&first);
+        let second = Sandbox::start_telling_runs(ledger, args);
+        assert_eq!(second.ledger().await["entries"], serde_json::json!([]));
+        let store: Box<dyn Inspect> = match ledger {
+            Some(file) => Box::new(SqliteStore::open(file).await.unwrap()),
+            None => Box::new(PostgresStore::connect(&url).await.unwrap()),
+        };
+        let evidence = history.evidence(&[&second], &*store).await;
+        assert_eq!(evidence.runs.len(), 1, "the handler had begun");
+        // The client has no answer yet: every attempt of this one is a first one, and dies.
+        assert_breaks(&evidence.broken(Promise::Transactional), &["L1"]);
     }
 }
 
