@@ -84,30 +84,16 @@ macro_rules! write {
 }
 
 impl Books {
+    /// Sets the money aside that is charged next; or, where the processor deduplicates, leaves it at what an
+    /// earlier attempt has set aside.
+    pub(crate) async fn hold(&mut self, cause: &Cause, new: &NewPayment) -> Result<()> {
+        self.enter("hold", &new_id("hold"), cause, new).await.map(drop)
+    }
+
     /// Charges; or, where the processor deduplicates, finds what an earlier attempt charged.
     pub(crate) async fn charge(&mut self, cause: &Cause, new: &NewPayment) -> Result<Payment> {
         let id = new_id("pay");
-        let (now, attempt) = (now_ms(), i64::from(cause.attempt));
-        let deduplicate = self.deduplicate == Deduplicate::Yes;
-        let text = "INSERT INTO ledger (at, action, account, key_id, provider_key, attempt,
-                                        answered, payment, amount, currency, source, description)
-                    SELECT $1, 'charge', $2, $3, $4, $5, $5, $6, $7, $8, $9, $10
-                     WHERE NOT ($11 AND EXISTS (SELECT 1 FROM ledger WHERE provider_key = $4))";
-        let charged = write!(self, |on| sqlx::query(text)
-            .bind(now)
-            .bind(&cause.account)
-            .bind(&cause.key_id)
-            .bind(&cause.provider_key)
-            .bind(attempt)
-            .bind(&id)
-            .bind(i64::from(new.amount))
-            .bind(&new.currency)
-            .bind(&new.source)
-            .bind(&new.description)
-            .bind(deduplicate)
-            .execute(on)
-            .map_ok_rows());
-        let row = if charged == 1 {
+        let row = if self.enter("charge", &id, cause, new).await? {
             self.payment_row(&cause.account, &id).await?
         } else {
             self.answer_again(cause).await?;
@@ -120,6 +106,38 @@ impl Books {
         row.map(payment).ok_or_else(|| sqlx::Error::RowNotFound.into())
     }
 
+    /// Enters what is done for the first time. False: the processor has done it already.
+    async fn enter(
+        &mut self,
+        action: &str,
+        id: &str,
+        cause: &Cause,
+        new: &NewPayment,
+    ) -> Result<bool> {
+        let (now, attempt) = (now_ms(), i64::from(cause.attempt));
+        let deduplicate = self.deduplicate == Deduplicate::Yes;
+        let text = "INSERT INTO ledger (at, action, account, key_id, provider_key, attempt,
+                                        answered, payment, amount, currency, source, description)
+                    SELECT $1, $12, $2, $3, $4, $5, $5, $6, $7, $8, $9, $10
+                     WHERE NOT ($11 AND EXISTS (SELECT 1 FROM ledger WHERE provider_key = $4))";
+        let entered = write!(self, |on| sqlx::query(text)
+            .bind(now)
+            .bind(&cause.account)
+            .bind(&cause.key_id)
+            .bind(&cause.provider_key)
+            .bind(attempt)
+            .bind(id)
+            .bind(i64::from(new.amount))
+            .bind(&new.currency)
+            .bind(&new.source)
+            .bind(&new.description)
+            .bind(deduplicate)
+            .bind(action)
+            .execute(on)
+            .map_ok_rows());
+        Ok(entered == 1)
+    }
+
     /// Refunds `amount`, or all that is left. `None`: there is no such payment, or less is left.
     pub(crate) async fn refund(
         &mut self,
@@ -127,7 +145,7 @@ impl Books {
         id: &str,
         amount: Option<u32>,
     ) -> Result<Option<Refund>> {
-        self.hold(id).await?;
+        self.lock(id).await?;
         let (now, attempt) = (now_ms(), i64::from(cause.attempt));
         let deduplicate = self.deduplicate == Deduplicate::Yes;
         let (refund_id, amount) = (new_id("re"), amount.map(i64::from));
@@ -175,7 +193,7 @@ impl Books {
 
     /// Voids a payment of which nothing was refunded. `None`: there is none that can be voided.
     pub(crate) async fn void(&mut self, cause: &Cause, id: &str) -> Result<Option<Payment>> {
-        self.hold(id).await?;
+        self.lock(id).await?;
         let (now, attempt) = (now_ms(), i64::from(cause.attempt));
         let text = "INSERT INTO ledger (at, action, account, key_id, provider_key, attempt,
                                         answered, payment, amount, currency)
@@ -217,7 +235,7 @@ impl Books {
     }
 
     /// Keeps others from refunding or voiding the same payment meanwhile. SQLite has one writer anyway.
-    async fn hold(&mut self, id: &str) -> Result<()> {
+    async fn lock(&mut self, id: &str) -> Result<()> {
         let text = "SELECT seq FROM ledger WHERE payment = $1 AND action = 'charge' FOR UPDATE";
         match &mut self.way {
             Way::Sqlite(_) | Way::SqliteTx(_) | Way::Postgres(None) => {}
@@ -339,13 +357,16 @@ mod tests {
             let refund = books(&ledger).refund(&cause, &first.id, None).await.unwrap().unwrap();
             assert_eq!((refund.amount, refund.attempt), (5, attempt));
         }
+        for attempt in [1, 2] {
+            books(&ledger).hold(&cause("acme", "h", attempt), &new(5)).await.unwrap();
+        }
         let other = books(&ledger).charge(&cause("acme", "d", 1), &new(5)).await.unwrap();
         for attempt in [1, 2] {
             let voided =
                 books(&ledger).void(&cause("acme", "v", attempt), &other.id).await.unwrap();
             assert_eq!(voided.unwrap().status, "voided");
         }
-        assert_eq!(actions(&ledger).await, ["charge", "refund", "charge", "void"]);
+        assert_eq!(actions(&ledger).await, ["charge", "refund", "hold", "charge", "void"]);
     }
 
     #[tokio::test]

@@ -157,7 +157,7 @@ const SQLITE: &str = "
     CREATE TABLE IF NOT EXISTS ledger (
         seq INTEGER PRIMARY KEY AUTOINCREMENT,
         at INTEGER NOT NULL,
-        action TEXT NOT NULL CHECK (action IN ('charge', 'refund', 'void')),
+        action TEXT NOT NULL CHECK (action IN ('hold', 'charge', 'refund', 'void')),
         account TEXT NOT NULL,
         key_id TEXT NOT NULL,
         provider_key TEXT,
@@ -189,7 +189,7 @@ const POSTGRES: &str = "
     CREATE TABLE IF NOT EXISTS ledger (
         seq BIGINT GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
         at BIGINT NOT NULL,
-        action TEXT NOT NULL CHECK (action IN ('charge', 'refund', 'void')),
+        action TEXT NOT NULL CHECK (action IN ('hold', 'charge', 'refund', 'void')),
         account TEXT NOT NULL,
         key_id TEXT NOT NULL,
         provider_key TEXT,

@@ -61,13 +61,21 @@ pub(crate) async fn create(
     let (source, new) = parse_payment(&headers, &body)?;
     let cause = cause_of(&account, Some(&key), Some(&execution), "charge");
     let run = Run::begins(&cause, execution.fence(), &new);
-    let answer = pay(&mut books, source, &cause, &new).await;
+    let hold = cause_of(&account, Some(&key), Some(&execution), "hold");
+    let answer = pay(&mut books, source, &hold, &cause, &new).await;
     run.answers(&answer);
     answer
 }
 
-async fn pay(books: &mut Books, source: Source, cause: &Cause, new: &NewPayment) -> Answer {
+async fn pay(
+    books: &mut Books,
+    source: Source,
+    hold: &Cause,
+    cause: &Cause,
+    new: &NewPayment,
+) -> Answer {
     before_the_charge(source, cause.attempt).await?;
+    hold_first(books, source, hold, new).await?;
     let payment = books.charge(cause, new).await?;
     after_the_charge(source, cause.attempt).await?;
 
@@ -112,6 +120,23 @@ pub(crate) async fn before_the_charge(source: Source, attempt: u32) -> Result<()
         | Source::Large(_)
         | Source::Stream
         | Source::Empty => {}
+    }
+    Ok(())
+}
+
+/// Two steps, and the process dies between them. Each has a key of its own for the processor, so that a
+/// later attempt does neither of them twice.
+pub(crate) async fn hold_first(
+    books: &mut Books,
+    source: Source,
+    cause: &Cause,
+    new: &NewPayment,
+) -> Result<(), ApiError> {
+    if source == Source::Crash(When::Between) {
+        books.hold(cause, new).await?;
+        if cause.attempt == 1 {
+            std::process::abort();
+        }
     }
     Ok(())
 }

@@ -21,10 +21,11 @@ pub(crate) enum Source {
     Empty,
 }
 
-/// Before or after the charge.
+/// Before or after the charge; or between the two steps of a payment whose money is set aside first.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum When {
     Before,
+    Between,
     After,
 }
 
@@ -46,6 +47,7 @@ impl Source {
             "panic_before" => Self::Panic(When::Before),
             "panic_after" => Self::Panic(When::After),
             "crash_before" => Self::Crash(When::Before),
+            "crash_between" => Self::Crash(When::Between),
             "crash_after" => Self::Crash(When::After),
             "stream" => Self::Stream,
             "empty" => Self::Empty,
@@ -86,6 +88,7 @@ mod tests {
             Some(Source::ChargeThenSlow(Duration::from_secs(600)))
         );
         assert_eq!(Source::parse("tok_large_2"), Some(Source::Large(2048)));
+        assert_eq!(Source::parse("tok_crash_between"), Some(Source::Crash(When::Between)));
         assert_eq!(Source::parse("tok_panic_after"), Some(Source::Panic(When::After)));
         for name in [
             "",

@@ -16,7 +16,8 @@ use crate::books::Books;
 use crate::form::Form;
 use crate::ledger::{Cause, NewPayment, Payment, Refund};
 use crate::payments::{
-    Answer, Id, after_the_charge, before_the_charge, cause_of, checked_amount, new_payment,
+    Answer, Id, after_the_charge, before_the_charge, cause_of, checked_amount, hold_first,
+    new_payment,
 };
 use crate::source::Source;
 use crate::stream;
@@ -45,7 +46,8 @@ pub(crate) async fn create_intent(
 ) -> Answer {
     let form = Form::parse(&headers, &body)?;
     let cause = cause_of(&account, key.as_ref(), execution.as_ref(), View::Intent.effect());
-    create(View::Intent, &mut books, &cause, &form).await
+    let hold = cause_of(&account, key.as_ref(), execution.as_ref(), "hold");
+    create(View::Intent, &mut books, &hold, &cause, &form).await
 }
 
 /// `POST /v1/charges`.
@@ -59,12 +61,14 @@ pub(crate) async fn create_charge(
 ) -> Answer {
     let form = Form::parse(&headers, &body)?;
     let cause = cause_of(&account, key.as_ref(), execution.as_ref(), View::Charge.effect());
-    create(View::Charge, &mut books, &cause, &form).await
+    let hold = cause_of(&account, key.as_ref(), execution.as_ref(), "hold");
+    create(View::Charge, &mut books, &hold, &cause, &form).await
 }
 
-async fn create(view: View, books: &mut Books, cause: &Cause, form: &Form) -> Answer {
+async fn create(view: View, books: &mut Books, hold: &Cause, cause: &Cause, form: &Form) -> Answer {
     let (source, new) = read_payment(form)?;
     before_the_charge(source, cause.attempt).await?;
+    hold_first(books, source, hold, &new).await?;
     let payment = books.charge(cause, &new).await?;
     after_the_charge(source, cause.attempt).await?;
     if source == Source::Stream {

@@ -1,11 +1,70 @@
 //! A. Clients.
 
-use tokio::io::AsyncWriteExt as _;
-use tokio::net::TcpStream;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Instant;
 
-use crate::invariants::Promise;
-use crate::sandbox::{Call, Connection};
-use crate::site::{Site, USUAL, is, is_paid, is_unknown, sleep};
+use serde_json::json;
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::TcpStream;
+use tokio::sync::Barrier;
+
+use crate::invariants::{End, Promise};
+use crate::sandbox::{Answer, Call, Connection};
+use crate::site::{Site, USUAL, begins, is, is_paid, is_unknown, ms, sleep};
+
+/// How a client leaves.
+#[derive(Clone, Copy, Debug)]
+enum Leaves {
+    Closes,
+    Resets,
+    /// It says that it sends no more, and goes on listening.
+    HalfCloses,
+}
+
+/// Sends a payment of the usual amount to the first server by hand, and leaves when its handler runs.
+async fn leave(site: &Site, key: &str, source: &str, leaves: Leaves) {
+    let body = json!({ "amount": USUAL, "currency": "usd", "source": source }).to_string();
+    let request = format!(
+        "POST /v1/payments HTTP/1.1\r\nhost: x\r\nauthorization: Bearer sk_test_acme\r\n\
+         idempotency-key: {key}\r\ncontent-type: application/json\r\n\
+         content-length: {}\r\n\r\n{body}",
+        body.len()
+    );
+    let mut stream = TcpStream::connect(site.one.address).await.unwrap();
+    site.history.lost(key, source, USUAL);
+    stream.write_all(request.as_bytes()).await.unwrap();
+    begins(&site.one, key).await;
+    match leaves {
+        Leaves::Closes => drop(stream),
+        Leaves::Resets => {
+            stream.set_zero_linger().unwrap();
+            drop(stream);
+        }
+        Leaves::HalfCloses => {
+            stream.shutdown().await.unwrap();
+            let mut heard = Vec::new();
+            stream.read_to_end(&mut heard).await.unwrap();
+            assert_eq!(heard, b"", "the connection ends before its handler does");
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a1_a_client_that_leaves_is_charged_once_and_finds_its_receipt() {
+    let site = Site::start(&["--lease", "1", "--wait", "5"]).await;
+    // Before its charge, and after it.
+    for source in ["tok_slow_400", "tok_charge_then_slow_400"] {
+        for leaves in [Leaves::Closes, Leaves::Resets, Leaves::HalfCloses] {
+            let key = format!("{source}-{leaves:?}");
+            leave(&site, &key, source, leaves).await;
+            let end = site.settled(&key, source).await;
+            assert!(matches!(end, End::Paid { replay: true, .. }), "{key}: {end:?}");
+        }
+    }
+    assert_eq!(site.two.charges().await, 6);
+    site.check(Promise::AtMostOnce).await;
+}
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a2_a_broken_upload_leaves_no_trace() {
@@ -21,6 +80,53 @@ async fn a2_a_broken_upload_leaves_no_trace() {
     is_paid(&site.settled("broken", "tok_visa").await);
     assert_eq!(site.two.ledger().await["entries"][0]["attempt"], 1);
     site.check(Promise::AtMostOnce).await;
+}
+
+/// A hundred requests at once, half of them to each server.
+async fn hundred_twins(site: &Site, key: &str, source: &str) -> Vec<Answer> {
+    let barrier = Arc::new(Barrier::new(100));
+    let twins: Vec<_> = (0..100)
+        .map(|n| {
+            let address = if n % 2 == 0 { site.one.address } else { site.two.address };
+            let (history, barrier) = (site.history.clone(), Arc::clone(&barrier));
+            let (key, source) = (key.to_owned(), source.to_owned());
+            tokio::spawn(async move {
+                let mut connection = Connection::open(address).await.unwrap();
+                barrier.wait().await;
+                history.ask_on(&mut connection, &key, &source, USUAL).await.unwrap()
+            })
+        })
+        .collect();
+    let mut answers = Vec::new();
+    for twin in twins {
+        answers.push(twin.await.unwrap());
+    }
+    let fresh = answers.iter().filter(|answer| answer.status == 201 && !answer.is_replay());
+    assert_eq!(fresh.count(), 1, "{answers:?}");
+    answers
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a3_of_a_hundred_twins_at_once_one_is_fresh_and_the_rest_are_replays_or_in_use() {
+    for (wait, source) in [("10", "tok_slow_200"), ("10", "tok_visa"), ("0", "tok_slow_500")] {
+        let site = Site::start(&["--wait", wait]).await;
+        let mut in_use = 0;
+        for round in 0..3 {
+            let key = format!("twins-{round}");
+            for answer in hundred_twins(&site, &key, source).await {
+                if answer.status != 201 {
+                    is(&answer, 409, "idempotency_key_in_use");
+                    in_use += 1;
+                }
+            }
+            let end = site.settled(&key, source).await;
+            assert!(matches!(end, End::Paid { replay: true, .. }), "{end:?}");
+        }
+        // Whoever waits for long enough gets the answer.
+        assert_eq!(in_use > 0, wait == "0", "{in_use} in use");
+        assert_eq!(site.two.charges().await, 3);
+        site.check(Promise::AtMostOnce).await;
+    }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -64,47 +170,53 @@ async fn a5_a_retry_gets_the_stored_answer_byte_for_byte() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a6_before_its_retention_a_key_is_replayed_and_after_it_new() {
-    let site = Site::start(&["--retention", "2", "--lease", "0.5"]).await;
-    let first = site.ask_one("k", "tok_visa").await;
-    sleep(1200).await;
-    assert!(site.ask_two("k", "tok_visa").await.is_replay());
-    sleep(1000).await; // a replay extends nothing
-    let fresh = site.ask_two("k", "tok_visa").await;
-    assert!(!fresh.is_replay());
-    assert_ne!(first.id(), fresh.id());
-    assert_eq!(site.two.charges().await, 2);
-    // With the retention ends what it is for: one effect, and one answer to it.
-    site.check_breaks(Promise::AtMostOnce, &["I1", "I2"]).await;
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a7_a_storm_on_one_key_is_capped_and_charges_once() {
-    let site = Site::start(&["--wait", "3"]).await;
-    let running = site.pay("storm", "tok_slow_1500");
-    site.claimed().await;
-    let mut storm = Vec::new();
-    for _ in 0..300 {
-        let (address, history) = (site.two.address, site.history.clone());
-        storm.push(tokio::spawn(async move {
-            history.ask(address, "storm", "tok_slow_1500", USUAL).await.unwrap()
-        }));
-    }
-    let (mut replays, mut refused) = (0, 0);
-    for request in storm {
-        let answer = request.await.unwrap();
-        match answer.status.as_u16() {
-            201 => replays += usize::from(answer.is_replay()),
-            _ => {
+async fn a7_five_thousand_requests_on_one_slow_key_are_capped_and_charge_once() {
+    let site = Site::start(&["--wait", "20"]).await;
+    let running = site.pay("storm", "tok_slow_5000");
+    begins(&site.one, "storm").await;
+    // 256 of them may wait for one key; the others are refused, and come again at once.
+    let left = Arc::new(AtomicUsize::new(5_000));
+    let clients: Vec<_> = (0..320)
+        .map(|_| {
+            let (address, history) = (site.two.address, site.history.clone());
+            let left = Arc::clone(&left);
+            let another = move || {
+                let one_less = |left: usize| left.checked_sub(1);
+                left.fetch_update(Ordering::SeqCst, Ordering::SeqCst, one_less).is_ok()
+            };
+            tokio::spawn(async move {
+                let mut connection = Connection::open(address).await.unwrap();
+                let mut told = Vec::new();
+                while another() {
+                    let asked = Instant::now();
+                    let answer = history.ask_on(&mut connection, "storm", "tok_slow_5000", USUAL);
+                    told.push((answer.await.unwrap(), asked.elapsed()));
+                }
+                told
+            })
+        })
+        .collect();
+    let (mut replays, mut refused, mut longest) = (0, 0, ms(0));
+    for client in clients {
+        for (answer, took) in client.await.unwrap() {
+            if answer.status == 201 {
+                assert!(answer.is_replay());
+                replays += 1;
+            } else {
                 is(&answer, 409, "idempotency_too_many_waiting");
+                assert!(answer.header("retry-after").is_some());
                 refused += 1;
+                longest = longest.max(took);
             }
         }
     }
     assert_eq!(running.await.unwrap().unwrap().status, 201);
-    // 256 may wait for one key.
-    assert!(replays >= 256 && refused > 0, "{replays} replays, {refused} refused");
-    is_paid(&site.settled("storm", "tok_slow_1500").await);
+    println!("{replays} replays, {refused} refused, each within {longest:?}");
+    assert_eq!(replays + refused, 5_000);
+    assert!(replays >= 256 && refused > 1_000, "{replays} replays, {refused} refused");
+    assert!(longest < ms(2_000), "refused after {longest:?}");
+    // Whoever was refused last asks again.
+    is_paid(&site.settled("storm", "tok_slow_5000").await);
     assert_eq!(site.two.charges().await, 1);
     site.check(Promise::AtMostOnce).await;
 }

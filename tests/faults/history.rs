@@ -33,6 +33,8 @@ struct Inner {
     last_seen: BTreeMap<String, Held>,
     /// Keys whose clients are at it.
     busy: BTreeMap<String, usize>,
+    /// By process, how many seconds its clock is ahead of the true time.
+    ahead: BTreeMap<u32, i64>,
 }
 
 /// How long a client goes on asking: longer than any fault lasts.
@@ -84,18 +86,35 @@ impl History {
         amount: u32,
     ) -> Option<Answer> {
         // Whatever becomes of this client: until there is an answer, it is lost.
-        let number = {
-            let (key, request) = (key.to_owned(), (amount.into(), source.to_owned()));
-            let mut inner = self.inner();
-            inner.operations.push(Operation { key, request, end: End::Lost });
-            inner.operations.len() - 1
-        };
+        let number = self.lost(key, source, amount);
         let _busy = self.busy(key);
-        let call = Call::pay_amount(key, source, amount);
-        let answer = match Connection::open(to).await {
-            Ok(mut connection) => connection.send(call).await.ok(),
-            Err(_) => None,
-        };
+        let mut connection = Connection::open(to).await.ok()?;
+        self.told(number, &mut connection, Call::pay_amount(key, source, amount)).await
+    }
+
+    /// The same on a connection that is open.
+    pub(crate) async fn ask_on(
+        &self,
+        connection: &mut Connection,
+        key: &str,
+        source: &str,
+        amount: u32,
+    ) -> Option<Answer> {
+        let number = self.lost(key, source, amount);
+        let _busy = self.busy(key);
+        self.told(number, connection, Call::pay_amount(key, source, amount)).await
+    }
+
+    /// Notes a payment that is asked for and of which its client never hears; gives its number.
+    pub(crate) fn lost(&self, key: &str, source: &str, amount: u32) -> usize {
+        let (key, request) = (key.to_owned(), (amount.into(), source.to_owned()));
+        let mut inner = self.inner();
+        inner.operations.push(Operation { key, request, end: End::Lost });
+        inner.operations.len() - 1
+    }
+
+    async fn told(&self, number: usize, connection: &mut Connection, call: Call) -> Option<Answer> {
+        let answer = connection.send(call).await.ok();
         if let Some(answer) = &answer {
             self.inner().operations[number].end = End::of(answer);
         }
@@ -176,6 +195,11 @@ impl History {
         self.inner().runs.extend(runs_in(&ended.said().1));
     }
 
+    /// Says that the clock of a process is so many seconds ahead: what it tells of its handlers is by that.
+    pub(crate) fn is_ahead(&self, server: &Sandbox, seconds: i64) {
+        self.inner().ahead.insert(server.pid(), seconds);
+    }
+
     pub(crate) fn ends(&self) -> Ends {
         let mut ends = Ends::new();
         for sent in &self.inner().operations {
@@ -197,11 +221,22 @@ impl History {
                 amount: number(entry, "amount"),
             })
             .collect();
+        let runs = self.runs_of(servers).await;
+        self.with(runs, charges, store).await
+    }
+
+    /// The same of a server that is none of these processes: this is what it did.
+    pub(crate) async fn with(
+        &self,
+        done: Vec<Run>,
+        charges: Vec<Charge>,
+        store: &dyn Inspect,
+    ) -> Evidence {
         let (operations, mut runs, sights) = {
             let inner = self.inner();
             (inner.operations.clone(), inner.runs.clone(), inner.sights.clone())
         };
-        runs.extend(runs_of(servers).await);
+        runs.extend(done);
         let keys: BTreeSet<_> = operations.iter().map(|sent| sent.key.clone()).collect();
         let mut at_the_end = BTreeMap::new();
         for key in keys {
@@ -209,6 +244,28 @@ impl History {
             at_the_end.insert(key, held);
         }
         Evidence { operations, runs, charges, sights, held: at_the_end, lease: self.lease }
+    }
+
+    /// What processes say that their handlers did. Of those that live, all have ended; but what they have
+    /// said may be on its way.
+    async fn runs_of(&self, servers: &[&Sandbox]) -> Vec<Run> {
+        let end = Instant::now() + Duration::from_secs(5);
+        loop {
+            let (mut runs, mut complete) = (Vec::new(), true);
+            for server in servers {
+                let hung_up = server.has_hung_up();
+                let mut said = runs_in(&server.said().1);
+                complete &= hung_up || said.iter().all(|run| run.ended.is_some());
+                if let Some(&ahead) = self.inner().ahead.get(&server.pid()) {
+                    said.iter_mut().for_each(|run| run.put_back(ahead));
+                }
+                runs.extend(said);
+            }
+            if complete || Instant::now() > end {
+                return runs;
+            }
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
     }
 }
 
@@ -278,25 +335,6 @@ async fn held(store: &dyn Inspect, key: &str) -> Option<Held> {
         }
     };
     Some(Held { attempt: record.attempt.number(), fence: record.fence.number(), state })
-}
-
-/// What processes say that their handlers did. Of those that live, all have ended; but what they have said
-/// may be on its way.
-async fn runs_of(servers: &[&Sandbox]) -> Vec<Run> {
-    let end = Instant::now() + Duration::from_secs(5);
-    loop {
-        let (mut runs, mut complete) = (Vec::new(), true);
-        for server in servers {
-            let hung_up = server.has_hung_up();
-            let said = runs_in(&server.said().1);
-            complete &= hung_up || said.iter().all(|run| run.ended.is_some());
-            runs.extend(said);
-        }
-        if complete || Instant::now() > end {
-            return runs;
-        }
-        tokio::time::sleep(Duration::from_millis(5)).await;
-    }
 }
 
 /// Reads the lines `TIME DEBUG payments::runs: WHAT key_id=… attempt=… fence=…`, and of which request.

@@ -102,6 +102,15 @@ pub(crate) struct Run {
     pub(crate) ended: Option<(u64, Finish)>,
 }
 
+impl Run {
+    /// What was told by a clock that is so many seconds ahead, by the true time.
+    pub(crate) fn put_back(&mut self, seconds: i64) {
+        let truly = |at: u64| at.saturating_add_signed(-seconds * 1_000_000);
+        self.began = truly(self.began);
+        self.ended = self.ended.map(|(at, finish)| (truly(at), finish));
+    }
+}
+
 /// A row of the ledger.
 #[derive(Clone, Debug)]
 pub(crate) struct Charge {

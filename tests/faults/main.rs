@@ -17,6 +17,7 @@ mod history;
 mod invariants;
 mod invariants_refuse;
 mod load;
+mod pool;
 mod process;
 mod random;
 mod rows;

@@ -1,8 +1,14 @@
 //! B. The server process.
 
+use tower_idempotency::store::Inspect;
+use tower_idempotency::{PostgresStore, SqliteStore};
+
+use crate::history::{History, assert_breaks};
 use crate::invariants::{End, Promise};
 use crate::line::{Proxy, Way};
-use crate::site::{Site, USUAL, is, is_paid, is_unknown, ms, sleep};
+use crate::postgres::PostgresServer;
+use crate::sandbox::{Answer, Call, Connection, Sandbox};
+use crate::site::{Site, USUAL, begins, is, is_paid, is_unknown, ms, sleep};
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn b1_a_crash_before_the_claim_leaves_nothing() {
@@ -37,6 +43,57 @@ async fn b2_after_a_crash_before_the_effect_nobody_knows_unless_somebody_asks() 
         let (site, end) = crash("tok_crash_before", recovery, 0).await;
         is_paid(&end);
         site.check(Promise::Deduplicated).await;
+    }
+}
+
+/// How often the processor has set money aside, and charged.
+async fn steps(site: &Site) -> [usize; 2] {
+    let ledger = site.two.ledger().await;
+    let entries = ledger["entries"].as_array().unwrap();
+    ["hold", "charge"]
+        .map(|action| entries.iter().filter(|entry| entry["action"] == action).count())
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn b3_a_crash_between_two_steps_leaves_the_second_to_who_may_run_and_does_neither_twice() {
+    // At most once: one step was done, and nobody goes on.
+    let (site, end) = crash("tok_crash_between", "at-most-once", 0).await;
+    is_unknown(&end);
+    assert_eq!(steps(&site).await, [1, 0]);
+    site.check(Promise::AtMostOnce).await;
+    // A second attempt finds what the first one did, and does the rest.
+    for recovery in ["at-least-once", "reconcile"] {
+        let (site, end) = crash("tok_crash_between", recovery, 0).await;
+        let End::Paid { body, .. } = end else { panic!("{recovery}: {end:?}") };
+        let paid: serde_json::Value = serde_json::from_slice(&body).unwrap();
+        assert_eq!(paid["attempt"], 2, "{recovery}");
+        assert_eq!(steps(&site).await, [1, 1], "{recovery}");
+        site.check(Promise::Deduplicated).await;
+    }
+}
+
+/// In a database both steps and the record are one transaction.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn b3_a_crash_between_two_steps_of_a_transaction_leaves_neither() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("payments.db");
+    let (_server, url) = PostgresServer::shared();
+    for (ledger, args) in [(Some(&*file), &[][..]), (None, &["--store", &url])] {
+        let history = History::with_lease(ms(30_000));
+        let mut first = Sandbox::start_telling_runs(ledger, args);
+        assert!(history.ask(first.address, "k", "tok_crash_between", USUAL).await.is_none());
+        first.ended();
+        history.keep_runs_of(&first);
+        let second = Sandbox::start_telling_runs(ledger, args);
+        assert_eq!(second.ledger().await["entries"], serde_json::json!([]));
+        let store: Box<dyn Inspect> = match ledger {
+            Some(file) => Box::new(SqliteStore::open(file).await.unwrap()),
+            None => Box::new(PostgresStore::connect(&url).await.unwrap()),
+        };
+        let evidence = history.evidence(&[&second], &*store).await;
+        assert_eq!(evidence.runs.len(), 1, "the handler had begun");
+        // The client has no answer yet: every attempt of this one is a first one, and dies.
+        assert_breaks(&evidence.broken(Promise::Transactional), &["L1"]);
     }
 }
 
@@ -120,6 +177,58 @@ async fn b9_a_handler_longer_than_its_lease_keeps_it() {
     site.check(Promise::AtMostOnce).await;
 }
 
+/// Stops the first server in a handler, before its charge or after it, until its lease is over.
+async fn paused(recovery: &str, source: &str) -> (Site, tokio::task::JoinHandle<Option<Answer>>) {
+    let site = Site::start(&["--lease", "0.5", "--wait", "0", "--recovery", recovery]).await;
+    let running = site.pay("k", source);
+    begins(&site.one, "k").await;
+    let charged = u64::from(source.starts_with("tok_charge"));
+    site.charged(charged).await;
+    site.one.signal("STOP");
+    assert_eq!(site.two.charges().await, charged, "stopped where it should be");
+    (site, running)
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn b10_a_server_paused_past_its_lease_leaves_its_key_unknown_and_heals_it_when_it_wakes() {
+    for source in ["tok_slow_1500", "tok_charge_then_slow_1500"] {
+        let (site, running) = paused("at-most-once", source).await;
+        is_unknown(&site.settled_without_one("k", source).await);
+        is_unknown(&site.settled_without_one("k", source).await);
+        site.one.signal("CONT");
+        let late = running.await.unwrap().unwrap();
+        assert_eq!((late.status.as_u16(), late.is_replay()), (201, false), "{source}: {late:?}");
+        let healed = site.ask_two("k", source).await;
+        assert!(healed.is_replay(), "{source}: {healed:?}");
+        assert_eq!(healed.body, late.body);
+        assert_eq!(site.two.charges().await, 1);
+        site.check(Promise::AtMostOnce).await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn b10_a_server_paused_past_its_lease_runs_beside_its_successor_whose_answer_stands() {
+    for source in ["tok_slow_1500", "tok_charge_then_slow_1500"] {
+        let (site, running) = paused("at-least-once", source).await;
+        let end = site.settled_without_one("k", source).await;
+        let End::Paid { body, replay: false, .. } = end else { panic!("{source}: {end:?}") };
+        site.one.signal("CONT");
+        // Both handlers went to the processor: only that it knows the key of both makes one charge of it.
+        let late = running.await.unwrap().unwrap();
+        assert!(late.is_replay(), "what it would have stored is refused: {late:?}");
+        assert_eq!(late.body, body, "{source}");
+        assert_eq!(late.json()["attempt"], 2);
+        let again = site.ask_one("k", source).await;
+        assert!(again.is_replay());
+        assert_eq!(again.body, body);
+        assert_eq!(site.handlers_of("k"), [1, 2], "{source}");
+        assert_eq!(site.two.charges().await, 1);
+        site.check(Promise::Deduplicated).await;
+        // And two at once is what only `AtMostOnce` excludes.
+        site.check_breaks(Promise::AtMostOnce, &["I5"]).await;
+    }
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn b11_a_claim_whose_reply_took_most_of_its_lease_is_renewed_before_the_handler_starts() {
     let site = Site::start(&["--lease", "0.6"]).await;
@@ -170,4 +279,83 @@ async fn b15_an_answer_that_is_not_kept_is_given_once_and_never_made_again() {
     }
     assert_eq!(site.two.charges().await, 2);
     site.check(Promise::AtMostOnce).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn b12_a_server_that_is_told_to_stop_lets_running_handlers_finish_and_starts_no_more() {
+    let mut site = Site::start(&["--lease", "0.6", "--wait", "5", "--drain", "20"]).await;
+    let mut open = Connection::open(site.one.address).await.unwrap();
+    let source = "tok_charge_then_slow_1500";
+    let running = site.pay("stays", source);
+    // Its client is gone before the server is told to stop.
+    let gone = site.pay("leaves", source);
+    for key in ["stays", "leaves"] {
+        begins(&site.one, key).await;
+    }
+    gone.abort();
+    site.one.signal("TERM");
+    // Longer than a lease: it is renewed meanwhile. Its twin waits elsewhere.
+    let twin = site.ask_two("stays", source).await;
+    assert!(twin.is_replay(), "{twin:?}");
+    assert_eq!(running.await.unwrap().unwrap().status, 201);
+    assert_eq!(site.one.ended().code(), Some(0));
+    for key in ["stays", "leaves"] {
+        let end = site.settled_without_one(key, source).await;
+        assert!(matches!(end, End::Paid { replay: true, .. }), "{key}: {end:?}");
+    }
+    // A connection that was open all the time has come to its end as well.
+    assert!(open.send(Call::pay("late", "tok_visa")).await.is_err());
+    assert_eq!(site.two.charges().await, 2);
+    site.check(Promise::AtMostOnce).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn b12_what_still_runs_when_the_limit_of_a_stop_is_over_is_unknown_at_once() {
+    // A lease so long that nobody could wait for its end.
+    let mut site = Site::start(&["--lease", "300", "--wait", "0", "--drain", "0.4"]).await;
+    let before = site.pay("before", "tok_slow_60000");
+    begins(&site.one, "before").await;
+    let after = site.pay("after", "tok_charge_then_slow_60000");
+    site.charged(1).await;
+    site.one.signal("TERM");
+    assert_eq!(site.one.ended().code(), Some(0));
+    for (key, source) in [("before", "tok_slow_60000"), ("after", "tok_charge_then_slow_60000")] {
+        is(&site.ask_two(key, source).await, 409, "idempotency_outcome_unknown");
+    }
+    for client in [before, after] {
+        // Told so, or cut off: never that it is paid.
+        if let Some(answer) = client.await.unwrap() {
+            is(&answer, 500, "idempotency_outcome_unknown");
+        }
+    }
+    assert_eq!(site.two.charges().await, 1);
+    site.check(Promise::AtMostOnce).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn b16_a_server_says_at_its_start_what_its_redis_could_lose_and_serves() {
+    let sound = ["--appendonly", "yes", "--maxmemory-policy", "noeviction"];
+    let evicting = ["--appendonly", "yes", "--maxmemory-policy", "allkeys-lru"];
+    let forgetful = ["--maxmemory-policy", "noeviction"];
+    for (options, hint) in
+        [(&sound[..], None), (&evicting, Some("noeviction")), (&forgetful, Some("appendonly yes"))]
+    {
+        let site = Site::with_redis(options, &[]).await;
+        for server in [&site.one, &site.two] {
+            let said = server.said().1;
+            let warned = said.lines().filter(|line| line.contains("WARN")).collect::<Vec<_>>();
+            match hint {
+                None => assert_eq!(warned, [""; 0], "{options:?}"),
+                Some(hint) => {
+                    let [line] = &warned[..] else { panic!("{options:?}: {warned:?}") };
+                    assert!(line.contains(hint), "{options:?}: {line}");
+                }
+            }
+        }
+        // What such a Redis then does to the promise is C10 and C16; until then it is kept.
+        let paid = site.ask_one("k", "tok_visa").await;
+        assert_eq!((paid.status.as_u16(), paid.is_replay()), (201, false));
+        assert!(site.ask_two("k", "tok_visa").await.is_replay());
+        site.check(Promise::AtMostOnce).await;
+    }
 }

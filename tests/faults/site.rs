@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 
 use tower_idempotency::RedisStore;
 
-use crate::history::{History, assert_breaks, assert_holds};
-use crate::invariants::{Broken, End, Promise};
+use crate::history::{History, assert_breaks, assert_holds, runs_in};
+use crate::invariants::{Broken, End, Promise, key_id};
 use crate::line::Proxy;
 use crate::redis::RedisServer;
 use crate::sandbox::{Answer, Sandbox};
@@ -95,6 +95,14 @@ impl Site {
         evidence.broken(promise)
     }
 
+    /// The attempts of all handlers that ran under a key, by the word of both servers.
+    pub(crate) fn handlers_of(&self, key: &str) -> Vec<u32> {
+        let runs = [&self.one, &self.two].map(|server| runs_in(&server.said().1));
+        let mut runs: Vec<_> = runs.into_iter().flatten().collect();
+        runs.retain(|run| run.key_id == key_id(key));
+        runs.iter().map(|run| run.attempt).collect()
+    }
+
     /// Waits until that many charges are in the ledger.
     pub(crate) async fn charged(&self, charges: u64) {
         let end = Instant::now() + PATIENCE;
@@ -131,6 +139,15 @@ impl Site {
     #[track_caller]
     pub(crate) fn assert_hit(&self) {
         assert!(self.proxy.hits() > 0, "the fault was never hit");
+    }
+}
+
+/// Waits until a handler of this key runs in this server, by its own word.
+pub(crate) async fn begins(server: &Sandbox, key: &str) {
+    let (end, id) = (Instant::now() + PATIENCE, key_id(key));
+    while !runs_in(&server.said().1).iter().any(|run| run.key_id == id) {
+        assert!(Instant::now() < end, "no handler of {key} begins");
+        tokio::time::sleep(Duration::from_millis(2)).await;
     }
 }
 

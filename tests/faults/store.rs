@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use crate::invariants::{End, Promise};
 use crate::line::Way;
-use crate::site::{Site, is, is_paid, ms, sleep};
+use crate::site::{Site, USUAL, is, is_paid, ms, sleep};
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn c1_an_unreachable_redis_runs_nothing() {
@@ -348,5 +348,43 @@ async fn c19_forgotten_scripts_are_sent_again_under_load() {
         is_paid(&site.settled(&key, "tok_slow_20").await);
     }
     assert!(site.redis.calls_of("eval") > before, "no script was ever missing");
+    site.check(Promise::AtMostOnce).await;
+}
+
+/// B79 of the faults that people met: a server may close a connection that was idle for long enough.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn b79_a_connection_that_an_idle_redis_has_closed_is_replaced_without_an_error() {
+    let site = Site::start(&[]).await;
+    let clients = || -> Vec<String> {
+        let list = site.redis.cli(&["client", "list", "type", "normal"]);
+        let ids = list.lines().filter(|line| !line.contains(" cmd=client"));
+        ids.map(|line| line.split(' ').next().unwrap().to_owned()).collect()
+    };
+    for round in 0..2 {
+        let key = |of: &str| format!("{of}-{round}");
+        for (key, to) in [(key("one"), &site.one), (key("two"), &site.two)] {
+            let answer = site.history.ask(to.address, &key, "tok_visa", USUAL).await.unwrap();
+            assert_eq!(answer.status, 201, "{answer:?}");
+        }
+        let open = clients();
+        assert!(open.len() >= 2, "{open:?}");
+        site.redis.cli(&["config", "set", "timeout", "1"]);
+        let end = Instant::now() + ms(20_000);
+        while clients().iter().any(|client| open.contains(client)) {
+            assert!(Instant::now() < end, "Redis closes none");
+            sleep(20).await;
+        }
+        site.redis.cli(&["config", "set", "timeout", "0"]);
+        // The very next request: what is stored, and what is new.
+        for (key, to) in [(key("one"), &site.one), (key("two"), &site.two)] {
+            let answer = site.history.ask(to.address, &key, "tok_visa", USUAL).await.unwrap();
+            assert!(answer.is_replay(), "{answer:?}");
+        }
+        for (key, to) in [(key("new-one"), &site.one), (key("new-two"), &site.two)] {
+            let answer = site.history.ask(to.address, &key, "tok_visa", USUAL).await.unwrap();
+            assert_eq!((answer.status.as_u16(), answer.is_replay()), (201, false), "{answer:?}");
+        }
+    }
+    assert_eq!(site.two.charges().await, 8);
     site.check(Promise::AtMostOnce).await;
 }

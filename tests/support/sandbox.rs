@@ -76,6 +76,16 @@ fn command(args: &[&str]) -> Command {
     command
 }
 
+/// What says on standard error when a handler runs.
+fn telling_runs(ledger: Option<&Path>, args: &[&str]) -> Command {
+    let mut command = command(args);
+    command.env("RUST_LOG", "warn,payments::runs=debug");
+    if let Some(ledger) = ledger {
+        command.arg("--ledger").arg(ledger);
+    }
+    command
+}
+
 /// Starts the sandbox where it must refuse to: its exit code and what it said.
 pub(crate) fn refused(args: &[&str], environment: &[(&str, &str)]) -> (Option<i32>, String) {
     let directory = tempfile::tempdir().expect("a temporary directory");
@@ -164,12 +174,18 @@ impl Sandbox {
 
     /// The same where it may refuse to start: what it said then.
     pub(crate) fn try_telling_runs(ledger: Option<&Path>, args: &[&str]) -> Result<Self, String> {
-        let mut command = command(args);
-        command.env("RUST_LOG", "warn,payments::runs=debug");
-        if let Some(ledger) = ledger {
-            command.arg("--ledger").arg(ledger);
-        }
-        Self::try_spawn(command, ledger.unwrap_or(Path::new("")))
+        Self::try_spawn(telling_runs(ledger, args), ledger.unwrap_or(Path::new("")))
+    }
+
+    /// The same with variables in its environment.
+    pub(crate) fn start_telling_runs_knowing(
+        ledger: &Path,
+        environment: &[(&str, &str)],
+        args: &[&str],
+    ) -> Self {
+        let mut command = telling_runs(Some(ledger), args);
+        command.envs(environment.iter().copied());
+        Self::spawn(command, ledger)
     }
 
     fn spawn(command: Command, ledger: &Path) -> Self {
