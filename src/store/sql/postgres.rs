@@ -237,23 +237,31 @@ const STATEMENT: Duration = Duration::from_secs(30);
 /// backend of a process that died would go on with its statement, and hold the key until that ends. A
 /// look is one system call, and only statements that take longer than this are ever looked at.
 ///
-/// It stands behind the claim, since a SELECT before it would take the snapshot too early. A server
+/// In a transaction it stands behind the claim, since a SELECT before it would take the snapshot too early. A server
 /// whose interval is set keeps it; one that is older than 14 has none, and outside of Linux some refuse it.
-const NOTICE_DEAD_CLIENTS: &str = "\
-    SELECT set_config('client_connection_check_interval', '250', true) \
-     WHERE current_setting('client_connection_check_interval', true) = '0' \
-       AND version() LIKE '%linux%'";
+fn notice_dead_clients(local: bool) -> String {
+    format!(
+        "SELECT set_config('client_connection_check_interval', '250', {local}) \
+          WHERE current_setting('client_connection_check_interval', true) = '0' \
+            AND version() LIKE '%linux%'"
+    )
+}
 /// And the kernel finds out about clients that cannot be heard: after five seconds without a sign it
 /// asks three times, a second apart, and what was sent and is not confirmed after ten seconds is given
 /// up. Otherwise a key would wait for the idle limit, or, behind a busy backend, for hours.
 ///
-/// As above: behind the claim, and a server that is set to find out sooner keeps that.
-const NOTICE_DEAD_LINES: &str = "\
-    SELECT set_config('tcp_keepalives_idle', '5', true), set_config('tcp_keepalives_interval', '1', true), \
-           set_config('tcp_keepalives_count', '3', true), set_config('tcp_user_timeout', '10000', true) \
-     WHERE current_setting('tcp_user_timeout', true) = '0' \
-       AND current_setting('tcp_keepalives_idle')::int > 5 \
-       AND version() LIKE '%linux%'";
+/// As above: behind the claim, if `local` to a transaction, and a server that is set to find out sooner keeps that.
+fn notice_dead_lines(local: bool) -> String {
+    format!(
+        "SELECT set_config('tcp_keepalives_idle', '5', {local}), \
+                set_config('tcp_keepalives_interval', '1', {local}), \
+                set_config('tcp_keepalives_count', '3', {local}), \
+                set_config('tcp_user_timeout', '10000', {local}) \
+          WHERE current_setting('tcp_user_timeout', true) = '0' \
+            AND current_setting('tcp_keepalives_idle')::int > 5 \
+            AND version() LIKE '%linux%'"
+    )
+}
 
 /// How much later than its own limit a server's answer may come before it is taken for frozen.
 const SILENCE: Duration = Duration::from_secs(1);
@@ -355,6 +363,19 @@ impl PostgresStore {
                 Ok(true)
             })
         });
+        // A claim looks what is set, and sets only what is not: once for a connection instead of once for each.
+        let pool = pool.after_connect(|line, _| {
+            Box::pin(async move {
+                for notice in [notice_dead_clients(false), notice_dead_lines(false)] {
+                    match sqlx::raw_sql(AssertSqlSafe(notice)).execute(&mut *line).await {
+                        // Whatever a server refuses here, a claim asks for again, and lives without it.
+                        Ok(_) | Err(sqlx::Error::Database(_)) => {}
+                        Err(error) => return Err(error),
+                    }
+                }
+                Ok(())
+            })
+        });
         Ok(Self::builder(connect(url, pool).await?).make(Handing::On))
     }
 
@@ -439,8 +460,10 @@ impl PostgresStoreBuilder {
         };
         let begin = begin(level, idle_timeout, Some(statement_timeout));
         let claimed = format!(
-            "SET LOCAL lock_timeout = {}; {NOTICE_DEAD_CLIENTS}; {NOTICE_DEAD_LINES}; {SAVEPOINT}",
-            ms(lock_timeout)
+            "SET LOCAL lock_timeout = {}; {}; {}; {SAVEPOINT}",
+            ms(lock_timeout),
+            notice_dead_clients(true),
+            notice_dead_lines(true),
         );
         let claimed = AssertSqlSafe(claimed).into_sql_str();
         let turns = pool.options().get_max_connections().saturating_sub(1).max(1) as usize;
