@@ -1,4 +1,4 @@
-//! The engine: claim, run in a task of its own, renew, complete. Knows no HTTP and no particular store.
+//! The engine: claim, run, renew, complete, whoever leaves. Knows no HTTP and no particular store.
 //!
 //! One request goes through four phases, all in **one tracked future** that becomes a task when its client
 //! leaves, so that this interrupts nothing:

@@ -184,7 +184,7 @@ fn whole_path(parts: &Parts) -> &str {
 /// Takes a covered request from its body to its answer.
 ///
 /// The body is read here, in the connection's future: a client that leaves meanwhile leaves no
-/// trace. All that follows runs in a task of the engine.
+/// trace. All that follows is the engine's, and goes on when this future is dropped.
 ///
 /// No async fn: those keep all they are given twice.
 fn cover<S, ReqBody, ResBody>(
