@@ -3,7 +3,7 @@
 //!
 //! A run goes on until it has met all that it claims, or is red. It prints its seed and each fault as it comes:
 //! the same seed deals the same faults to the same targets at the same times. (What comes after a failover comes later: it
-//! takes its time.)
+//! takes its time; and while a WAIT falls short nothing else happens to a server, so that one can tell by what.)
 
 mod ground;
 #[path = "../../support/groups.rs"]

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use rand::rngs::StdRng;
 use rand::{Rng as _, SeedableRng as _};
+use tokio::sync::Mutex as Turn;
 
 use super::ground::Ground;
 use super::reached::{Reached, series};
@@ -71,6 +72,8 @@ pub(super) struct Stage {
     reached: Mutex<Reached>,
     /// The last page of metrics of each server, by seat and life.
     pages: Mutex<BTreeMap<(usize, u64), String>>,
+    /// Held by each fault of a server, and by one that has to be told from those.
+    turn: Turn<()>,
     pub(super) stop: AtomicBool,
     pub(super) began: Instant,
 }
@@ -103,6 +106,7 @@ impl Stage {
             claimed,
             reached: Mutex::default(),
             pages: Mutex::default(),
+            turn: Turn::default(),
             stop: AtomicBool::new(false),
             began: Instant::now(),
         }
@@ -226,6 +230,12 @@ impl Stage {
 
     /// Makes a fault, and takes it back. False if it certainly hit nobody.
     async fn strike(&self, Fault { kind, lasts, .. }: Fault) -> bool {
+        let _turn = match kind {
+            Kind::Kill(_) | Kind::Terminate(_) | Kind::Stop(_) | Kind::StopReplica(_) => {
+                Some(self.turn.lock().await)
+            }
+            _ => None,
+        };
         match kind {
             Kind::Kill(number) | Kind::Terminate(number) => {
                 self.read_metrics(number).await;
@@ -253,6 +263,8 @@ impl Stage {
                 self.disturb(proxy, kind, lasts).await
             }
             Kind::StopReplica(_) => {
+                // A server that was paused, or has to do without one that is gone, has its calls behind it.
+                sleep(100).await;
                 let before = self.calls_of_unknown_fate().await;
                 let waited = self.ground.strike(kind, lasts).await;
                 waited && self.calls_of_unknown_fate().await > before
