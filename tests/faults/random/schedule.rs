@@ -209,8 +209,8 @@ impl Schedule {
                 Kind::Outage => ms(random.random_range(4_500..5_000)),
                 // Longer than a WAIT, and too short to be given up.
                 Kind::StopReplica(_) => ms(random.random_range(900..1_300)),
-                // Past a lease.
-                Kind::Stop(_) => ms(random.random_range(700..1_200)),
+                // Past a lease, so that somebody else finds the key before its handler has ended.
+                Kind::Stop(_) => ms(random.random_range(900..1_400)),
                 _ => ms(random.random_range(200..900)),
             };
             self.over = at + lasts;

@@ -250,9 +250,7 @@ impl Stage {
                 true
             }
             Kind::Stop(number) => {
-                self.seats[number].signal("STOP");
-                tokio::time::sleep(lasts).await;
-                self.seats[number].signal("CONT");
+                self.stop_over_a_payment(number, lasts).await;
                 true
             }
             Kind::Cut(number, ..)
@@ -271,6 +269,35 @@ impl Stage {
             }
             _ => self.ground.strike(kind, lasts).await,
         }
+    }
+
+    /// Pauses a server while it runs a handler, past the end of its lease, and asks the other one for the same
+    /// meanwhile. By chance alone that is rare: the two have to meet.
+    async fn stop_over_a_payment(&self, number: usize, lasts: Duration) {
+        const SLOW: &str = "tok_charge_then_slow_400";
+        let at = u64::try_from(self.began.elapsed().as_millis()).expect("a short time");
+        let (key, mut random) = (format!("paused-{at}"), StdRng::seed_from_u64(at));
+        let [paused, other] = [number, 1 - number].map(|seat| self.seats[seat].address());
+        tokio::join!(
+            self.history.pay(paused, &key, SLOW, USUAL),
+            async {
+                sleep(80).await;
+                self.seats[number].signal("STOP");
+                tokio::time::sleep(lasts).await;
+                self.seats[number].signal("CONT");
+            },
+            async {
+                let end = Instant::now() + lasts;
+                sleep(150).await;
+                while Instant::now() < end {
+                    if self.history.pay(other, &key, SLOW, USUAL).await.is_final() {
+                        return;
+                    }
+                    sleep(50).await;
+                }
+            },
+        );
+        self.settle(&mut random, &key, SLOW, USUAL).await;
     }
 
     async fn calls_of_unknown_fate(&self) -> u64 {
