@@ -175,6 +175,9 @@ impl Execution {
     /// restarts. 36 characters, in the form of a UUID.
     #[must_use]
     pub fn downstream_key(&self, effect: &str) -> String {
+        if made(Mistake::FenceDownstream) {
+            return self.0.call.seed().key_for(&format!("{effect} {}", self.fence().number()));
+        }
         self.0.call.seed().key_for(effect)
     }
 

@@ -9,6 +9,7 @@ use bytes::{Buf, BufMut, Bytes, BytesMut};
 
 use super::codec::{COMPLETED, HEADER_LENGTH, IN_FLIGHT, MAX_48, UNTOUCHED, VERSION, head};
 use super::{Claim, Effects, Millis, Owner, millis};
+use crate::mistakes::{Mistake, made};
 use crate::token::{Attempt, Fence};
 
 /// As [`IN_FLIGHT`] and [`UNTOUCHED`].
@@ -19,6 +20,7 @@ const FIRST_UNTOUCHED: u8 = 7;
 /// room than there is.
 pub(crate) fn first(claim: &Claim, fence: Fence) -> Option<[u8; HEADER_LENGTH]> {
     let (lease, beyond) = (millis(claim.terms.lease), millis(claim.terms.unknown_retention));
+    let beyond = if made(Mistake::RedisOneTime) { 0 } else { beyond };
     let fits = u32::try_from(lease).is_ok() && beyond <= MAX_BEYOND;
     let state = match claim.effects {
         Effects::Anywhere => FIRST,

@@ -526,7 +526,9 @@ pub fn resolve(current: Current, now: Millis, resolution: &Resolution) -> Step<R
             Finding::Happened(response) => State::Completed { at: now, response: response.clone() },
             Finding::NothingHappened => State::Open { since: now },
         };
-        let (checkpoint, holder) = (Bytes::new(), HolderId::NOBODY);
+        let unfenced = made(Mistake::ResolveUnfenced);
+        let holder = if unfenced { record.holder } else { HolderId::NOBODY };
+        let checkpoint = Bytes::new();
         let record = Record { state, checkpoint, holder, ..record };
         return write(record, resolution.terms.forget_settled(now), ResolveOutcome::Resolved);
     }

@@ -12,13 +12,22 @@ use std::sync::LazyLock;
 use ::redis::{RedisResult, Value};
 use bytes::Bytes;
 
+use super::mistaken;
 use super::words::{Commands, Words};
+use crate::mistakes::{Mistake, made};
 
 /// A Lua script and the name that Redis caches it under.
 #[derive(Debug)]
 pub(super) struct Script {
+    file: &'static str,
     text: &'static str,
     sha: LazyLock<String>,
+}
+
+impl Script {
+    fn text(&self) -> Cow<'static, str> {
+        mistaken::as_sent(self.file, self.text)
+    }
 }
 
 macro_rules! scripts {
@@ -26,11 +35,22 @@ macro_rules! scripts {
         pub(super) static $name: Script = {
             const TEXT: &str = include_str!(concat!("../../../lua/", $file));
             Script {
+                file: $file,
                 text: TEXT,
-                sha: LazyLock::new(|| ::redis::Script::new(TEXT).get_hash().to_owned()),
+                sha: LazyLock::new(|| {
+                    let text = mistaken::as_sent($file, TEXT);
+                    ::redis::Script::new(&text).get_hash().to_owned()
+                }),
             }
         };
-    )+};
+    )+
+
+        #[cfg(all(test, feature = "mistakes"))]
+        pub(super) fn text_of(file: &str) -> &'static str {
+            let scripts = [$(&$name),+];
+            scripts.iter().find(|script| script.file == file).expect("a script").text
+        }
+    };
 }
 
 scripts! {
@@ -289,7 +309,8 @@ impl Call {
             Some(Waited::Confirmed(confirmed)) => *confirmed,
             None => 0,
         };
-        (confirmed < needed).then_some(Shortfall::TooFew { confirmed, needed })
+        let believed = confirmed >= needed || made(Mistake::RedisWaitIsNotCounted);
+        (!believed).then_some(Shortfall::TooFew { confirmed, needed })
     }
 
     /// The key of the record.
@@ -363,7 +384,7 @@ impl Call {
         let mut words = Words::default();
         match name {
             Name::Hash => words.word(b"EVALSHA").word(script.sha.as_bytes()),
-            Name::Text => words.word(b"EVAL").word(script.text.as_bytes()),
+            Name::Text => words.word(b"EVAL").word(script.text().as_bytes()),
         };
         match (&self.beside, route) {
             (Some(beside), Route::Beside) => words.number(2).word(self.key()).word(&beside.key),

@@ -22,6 +22,7 @@ use super::connect::redis_error;
 use super::script::{BadReply, forget_in_flight};
 use super::words::Words;
 use crate::error::StoreError;
+use crate::mistakes::{Mistake, made};
 use crate::record::{self, Change, Claim, ClaimOutcome, Current, Grant, Millis, millis};
 use crate::token::Fence;
 
@@ -160,6 +161,9 @@ impl Seen {
             return None;
         }
         let current = Current::from_stored(Some(record::written_out(found, expires)));
+        if made(Mistake::ScriptUnreadableIsAbsent) && matches!(current, Current::Unreadable(_)) {
+            return None;
+        }
         let step = record::claim(current, now, claim);
         matches!(step.change, Change::Keep).then_some(step.outcome)
     }

@@ -38,6 +38,7 @@ mod check;
 mod claim;
 mod connect;
 mod inspect;
+mod mistaken;
 mod place;
 mod script;
 mod setup;
@@ -65,11 +66,13 @@ use tokio::time::{Instant, timeout_at};
 
 use super::{Lease, Store, StoreFuture};
 use crate::error::{StoreError, StoreErrorKind};
+use crate::mistakes::{Mistake, made};
 use crate::record::{
     Claim, ClaimOutcome, CompleteOutcome, Completion, Grant, Release, ReleaseOutcome, RenewOutcome,
     Renewal, Resolution, ResolveOutcome,
 };
 use crate::scope::StorageKey;
+use crate::token::HolderId;
 
 const NAME: &str = "redis";
 
@@ -243,6 +246,19 @@ impl RedisStore {
         self.run(verb, &call).await
     }
 
+    /// A mistake: under another holder than the claim before it.
+    fn claim_as_another(
+        &self,
+        key: StorageKey,
+        claim: Claim,
+    ) -> StoreFuture<'_, ClaimOutcome<Lease>> {
+        Box::pin(async move {
+            let claim = Claim { holder: HolderId::random(), ..claim };
+            let outcome = self.claim_by_script(key, &claim).await?;
+            Ok(outcome.map(|grant| Lease::new(key, &claim, grant)))
+        })
+    }
+
     async fn look_plainly(&self, call: &Call) -> Result<Seen, StoreError> {
         let verb = Verb::new("claim", Urgency::Ordinary, Seen::foreign(), claim::seen);
         self.run(verb.holding_if(Seen::is_new), call).await
@@ -356,6 +372,9 @@ impl Store for RedisStore {
             }
             let outcome = match self.claim_plainly(key, claim, now, until).await? {
                 Some(outcome) => outcome,
+                None if made(Mistake::RedisFreshHolder) => {
+                    return self.claim_as_another(key, *claim).await;
+                }
                 None => in_time(until, self.claim_by_script(key, claim)).await?,
             };
             Ok(outcome.map(|grant| Lease::new(key, claim, grant)))

@@ -13,6 +13,7 @@ use super::call::{
     RENEW, RESOLVE,
 };
 use crate::fingerprint::{Fingerprint, Fingerprints};
+use crate::mistakes::{Mistake, made};
 use crate::record::{
     self, Amend, Claim, ClaimOutcome, CompleteOutcome, Completion, Effects, Finding, Forget,
     ForgetOutcome, Grant, Millis, OnExpired, Owner, Release, ReleaseOutcome, RenewOutcome, Renewal,
@@ -129,6 +130,9 @@ impl Reply {
 
 /// How long the record of a new lease is kept, in milliseconds.
 pub(super) fn forget_in_flight(terms: &Terms) -> u64 {
+    if made(Mistake::RedisOneTime) {
+        return millis(terms.lease);
+    }
     millis(terms.lease).saturating_add(millis(terms.unknown_retention))
 }
 

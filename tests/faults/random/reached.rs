@@ -11,6 +11,10 @@ impl Reached {
         *self.0.entry(name).or_default() += times;
     }
 
+    pub(crate) fn times(&self, name: &str) -> u64 {
+        self.0.get(name).copied().unwrap_or_default()
+    }
+
     /// What is claimed and was never met.
     pub(crate) fn missing(&self, claimed: &BTreeSet<&'static str>) -> Vec<&'static str> {
         let met = |name: &&'static str| self.0.get(*name).is_some_and(|times| *times > 0);

@@ -13,6 +13,8 @@ use crate::line::Way;
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum Kind {
     Kill(usize),
+    /// It is told to stop, and ends what it has begun.
+    Terminate(usize),
     Stop(usize),
     /// The connection is cut after so many bytes.
     Cut(usize, Way, usize),
@@ -24,7 +26,15 @@ pub(crate) enum Kind {
     DebugSleep,
     FlushScripts,
     Freeze,
+    /// Frozen for longer than a server tries to record an answer before it gives it.
+    Outage,
     Full,
+    /// The primary is killed, and comes back as a replica of the next one. In a cluster of this part of it.
+    KillPrimary(usize),
+    /// A replica is frozen, so that too few have what is written.
+    StopReplica(usize),
+    /// Slots are moved to another master, and back.
+    MoveSlots(usize),
 }
 
 impl Kind {
@@ -32,6 +42,7 @@ impl Kind {
     pub(crate) fn name(self) -> &'static str {
         match self {
             Self::Kill(_) => "SIGKILL",
+            Self::Terminate(_) => "SIGTERM",
             Self::Stop(_) => "SIGSTOP",
             Self::Cut(_, Way::Up, _) => "cut on the way up",
             Self::Cut(_, Way::Down, _) => "cut on the way down",
@@ -45,7 +56,11 @@ impl Kind {
             Self::DebugSleep => "DEBUG SLEEP",
             Self::FlushScripts => "SCRIPT FLUSH",
             Self::Freeze => "Redis frozen",
+            Self::Outage => "Redis frozen for long",
             Self::Full => "Redis full",
+            Self::KillPrimary(_) => "failover",
+            Self::StopReplica(_) => "short WAIT",
+            Self::MoveSlots(_) => "slots moved",
         }
     }
 }
@@ -62,7 +77,9 @@ impl fmt::Display for Fault {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{:8.3} s  ", self.at.as_secs_f64())?;
         match self.kind {
-            Kind::Kill(server) | Kind::Stop(server) => write!(f, "server {}: ", server + 1)?,
+            Kind::Kill(server) | Kind::Terminate(server) | Kind::Stop(server) => {
+                write!(f, "server {}: ", server + 1)?
+            }
             Kind::Cut(server, ..)
             | Kind::Swallow(server, _)
             | Kind::Slow(server, ..)
@@ -72,12 +89,19 @@ impl fmt::Display for Fault {
             | Kind::DebugSleep
             | Kind::FlushScripts
             | Kind::Freeze
-            | Kind::Full => write!(f, "Redis: ")?,
+            | Kind::Outage
+            | Kind::Full
+            | Kind::KillPrimary(_)
+            | Kind::StopReplica(_)
+            | Kind::MoveSlots(_) => write!(f, "Redis: ")?,
         }
         write!(f, "{}", self.kind.name())?;
         match self.kind {
             Kind::Cut(_, _, bytes) => write!(f, " after {bytes} bytes")?,
             Kind::Slow(_, _, by) => write!(f, " by {} ms", by.as_millis())?,
+            Kind::KillPrimary(which) | Kind::StopReplica(which) | Kind::MoveSlots(which) => {
+                write!(f, " (number {which})")?;
+            }
             _ => {}
         }
         write!(f, ", {} ms", self.lasts.as_millis())
@@ -88,9 +112,17 @@ impl fmt::Display for Fault {
 /// other place.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum Place {
-    /// The servers, and what lies between them and Redis.
-    Servers,
-    Redis,
+    /// The servers, and what lies between them and Redis if there is a proxy.
+    Servers {
+        behind_proxies: bool,
+    },
+    /// One Redis; with times in which it is away for long, if that is claimed.
+    Redis {
+        outages: bool,
+    },
+    /// A primary with replicas, and Sentinels.
+    Sentinels,
+    Cluster,
 }
 
 /// An endless row of faults.
@@ -110,18 +142,44 @@ impl Schedule {
     pub(crate) fn deal(&mut self) -> Vec<Fault> {
         let random = &mut self.random;
         let mut kinds = match self.place {
-            Place::Redis => vec![
-                Kind::KillClients,
-                Kind::PauseWrites,
-                Kind::DebugSleep,
-                Kind::FlushScripts,
-                Kind::Freeze,
-                Kind::Full,
-                Kind::FlushScripts,
-            ],
-            Place::Servers => {
-                let mut kinds = vec![Kind::Kill(0), Kind::Kill(1), Kind::Stop(0), Kind::Stop(1)];
+            Place::Redis { outages } => {
+                let mut kinds = vec![
+                    Kind::KillClients,
+                    Kind::PauseWrites,
+                    Kind::DebugSleep,
+                    Kind::FlushScripts,
+                    Kind::Freeze,
+                    Kind::Full,
+                    Kind::FlushScripts,
+                ];
+                kinds.extend(outages.then_some(Kind::Outage));
+                kinds
+            }
+            Place::Sentinels | Place::Cluster => {
+                let mut which = || random.random_range(0..6);
+                let mut kinds = vec![
+                    Kind::KillPrimary(which()),
+                    Kind::StopReplica(which()),
+                    Kind::StopReplica(which()),
+                    Kind::KillClients,
+                    Kind::FlushScripts,
+                    Kind::Freeze,
+                ];
+                if self.place == Place::Cluster {
+                    kinds.push(Kind::MoveSlots(which()));
+                }
+                kinds
+            }
+            Place::Servers { behind_proxies } => {
+                let mut kinds: Vec<_> = (0..2)
+                    .flat_map(|server| {
+                        [Kind::Kill(server), Kind::Terminate(server), Kind::Stop(server)]
+                    })
+                    .collect();
                 for way in [Way::Up, Way::Down] {
+                    if !behind_proxies {
+                        break;
+                    }
                     kinds.push(Kind::Cut(
                         random.random_range(0..2),
                         way,
@@ -131,7 +189,9 @@ impl Schedule {
                     let by = ms(random.random_range(20..200));
                     kinds.push(Kind::Slow(random.random_range(0..2), way, by));
                 }
-                kinds.push(Kind::Refuse(random.random_range(0..2)));
+                if behind_proxies {
+                    kinds.push(Kind::Refuse(random.random_range(0..2)));
+                }
                 kinds
             }
         };
@@ -140,9 +200,17 @@ impl Schedule {
         for kind in kinds {
             let at = self.over + ms(random.random_range(50..300));
             let lasts = match kind {
-                Kind::Kill(_) | Kind::KillClients | Kind::FlushScripts => Duration::ZERO,
-                // Past a lease.
-                Kind::Stop(_) => ms(random.random_range(700..1_200)),
+                Kind::Kill(_)
+                | Kind::Terminate(_)
+                | Kind::KillClients
+                | Kind::FlushScripts
+                | Kind::KillPrimary(_)
+                | Kind::MoveSlots(_) => Duration::ZERO,
+                Kind::Outage => ms(random.random_range(4_500..5_000)),
+                // Longer than a WAIT, and too short to be given up.
+                Kind::StopReplica(_) => ms(random.random_range(900..1_300)),
+                // Past a lease, so that somebody else finds the key before its handler has ended.
+                Kind::Stop(_) => ms(random.random_range(900..1_400)),
                 _ => ms(random.random_range(200..900)),
             };
             self.over = at + lasts;
@@ -165,7 +233,15 @@ mod tests {
 
     #[test]
     fn a_seed_deals_the_same_faults_again_and_each_kind_before_any_comes_twice() {
-        for place in [Place::Servers, Place::Redis] {
+        let places = [
+            Place::Servers { behind_proxies: true },
+            Place::Servers { behind_proxies: false },
+            Place::Redis { outages: true },
+            Place::Redis { outages: false },
+            Place::Sentinels,
+            Place::Cluster,
+        ];
+        for place in places {
             let schedule = |seed| Schedule::new(place, StdRng::seed_from_u64(seed));
             let (mut one, mut two, mut other) = (schedule(7), schedule(7), schedule(8));
             let (first, again) = (one.deal(), two.deal());
