@@ -13,17 +13,24 @@
 mod clients;
 #[cfg(target_os = "linux")]
 mod clock;
+mod cluster;
+mod crowd;
+mod failover;
 mod history;
 mod invariants;
 mod invariants_refuse;
 mod load;
+mod pool;
 mod process;
 mod random;
 mod rows;
 mod site;
 mod store;
+mod unreachable;
 mod versions;
 
+#[path = "../support/groups.rs"]
+mod groups;
 #[path = "../support/line.rs"]
 #[allow(dead_code, reason = "each test program uses a part of it")]
 mod line;
@@ -35,5 +42,7 @@ mod postgres;
 #[path = "../support/redis.rs"]
 #[allow(dead_code, reason = "each test program uses a part of it")]
 mod redis;
+#[path = "../support/relay.rs"]
+mod relay;
 #[path = "../support/sandbox.rs"]
 mod sandbox;
