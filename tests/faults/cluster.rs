@@ -13,7 +13,7 @@ use crate::groups::{RedisCluster, slot_of};
 use crate::invariants::Promise;
 use crate::line::{Proxy, Way};
 use crate::redis::RedisServer;
-use crate::site::{Pair, is, is_paid, ms};
+use crate::site::{Pair, USUAL, is, is_paid, ms};
 
 /// The account's keys whose records are in these slots. They are sought on a thread of their own.
 fn keys_in(slots: Range<usize>) -> impl Iterator<Item = String> + Send {
@@ -158,7 +158,7 @@ async fn c20_a_cluster_without_a_majority_runs_nothing_and_pays_when_it_is_up_ag
         said.contains("cluster_state:fail")
     });
     for server in [&pair.one, &pair.two] {
-        let asked = pair.history.ask(server.address, &new, "tok_visa", 1999).await;
+        let asked = pair.history.ask(server.address, &new, "tok_visa", USUAL).await;
         let answer = asked.unwrap();
         is(&answer, 503, "idempotency_store_unavailable");
         assert!(answer.header("retry-after").is_some());

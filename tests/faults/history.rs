@@ -197,11 +197,21 @@ impl History {
                 amount: number(entry, "amount"),
             })
             .collect();
+        self.evidence_of(charges, runs_of(servers).await, store).await
+    }
+
+    /// The same of servers that are no processes, and say themselves what was charged and has run.
+    pub(crate) async fn evidence_of(
+        &self,
+        charges: Vec<Charge>,
+        ran: Vec<Run>,
+        store: &dyn Inspect,
+    ) -> Evidence {
         let (operations, mut runs, sights) = {
             let inner = self.inner();
             (inner.operations.clone(), inner.runs.clone(), inner.sights.clone())
         };
-        runs.extend(runs_of(servers).await);
+        runs.extend(ran);
         let keys: BTreeSet<_> = operations.iter().map(|sent| sent.key.clone()).collect();
         let mut at_the_end = BTreeMap::new();
         for key in keys {
