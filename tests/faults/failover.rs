@@ -291,7 +291,7 @@ async fn c15_where_wait_falls_short_nothing_runs_and_what_runs_is_stored_later()
 /// Two servers that find their primary through Sentinels, and wait for all replicas.
 fn pair_of(group: &SentinelGroup, replicas: usize) -> Pair {
     let url = format!("{}?wait={replicas}", group.url());
-    let args = ["--lease", "10", "--wait", "1"];
+    let args = ["--lease", "4", "--wait", "1"];
     Pair::start((&url, &args), (&url, &args))
 }
 
