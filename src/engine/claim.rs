@@ -35,7 +35,11 @@ pub(super) struct Held {
 /// How claiming ended.
 pub(super) enum Claimed<T> {
     Lease(Held),
-    StoreDown(Claim),
+    StoreDown {
+        claim: Claim,
+        /// It may have reached the store.
+        in_doubt: bool,
+    },
     Concluded(Conclusion<T>),
 }
 
@@ -71,15 +75,16 @@ impl Engine {
         let wait_until = since + policy.wait;
         let mut seat = None;
         let mut progress = Progress { found: None, inquiries: 0 };
+        let mut in_doubt = false;
         loop {
-            let outcome = self.claim_surely(call.storage_key, &claim, policy).await;
+            let outcome = self.claim_surely(call.storage_key, &claim, policy, &mut in_doubt).await;
             if let (Some((seat, _)), false) =
                 (&seat, matches!(outcome, Ok(ClaimOutcome::InFlight { .. })))
             {
                 Seat::wake_others(seat);
             }
             let remaining = match outcome {
-                Err(_) => return Claimed::StoreDown(claim),
+                Err(_) => return Claimed::StoreDown { claim, in_doubt },
                 Ok(ClaimOutcome::Acquired(lease)) => {
                     return Claimed::Lease(Held { lease: Arc::new(lease), since });
                 }
@@ -179,6 +184,7 @@ impl Engine {
         key: StorageKey,
         claim: &Claim,
         policy: &Policy,
+        in_doubt: &mut bool,
     ) -> Result<ClaimOutcome<Lease>, StoreError> {
         let call = async || {
             let mut claim = *claim;
@@ -187,18 +193,19 @@ impl Engine {
             }
             self.0.store.claim(key, &claim).await
         };
-        let outcome = self.surely("claim", key, policy, call).await?;
+        let outcome = self.surely("claim", key, policy, in_doubt, call).await?;
         observe::claimed(&outcome);
         Ok(outcome)
     }
 
     /// Makes a call to the store again until its outcome is known, at most for
-    /// [`claim_within`](crate::ConfigBuilder::claim_within).
+    /// [`claim_within`](crate::ConfigBuilder::claim_within). Says if one of them may have reached the store.
     pub(super) async fn surely<T, F>(
         &self,
         verb: &'static str,
         key: StorageKey,
         policy: &Policy,
+        in_doubt: &mut bool,
         call: impl Fn() -> F,
     ) -> Result<T, StoreError>
     where
@@ -214,6 +221,9 @@ impl Engine {
                 Err(error) => error,
             };
             tries += 1;
+            // Of the others a store may have done a part before it refused.
+            *in_doubt |=
+                !matches!(error.kind(), StoreErrorKind::Unavailable | StoreErrorKind::RolledBack);
             let again = match error.kind() {
                 StoreErrorKind::OutcomeUnknown => true,
                 StoreErrorKind::Unavailable | StoreErrorKind::RolledBack => {

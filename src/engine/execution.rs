@@ -231,7 +231,7 @@ impl Execution {
         let renewal = Renewal { terms: policy.terms, checkpoint: Some(bytes.clone()) };
         let renew = || held.engine.store().renew(&held.lease, &renewal);
         let key = held.lease.key();
-        match held.engine.surely("checkpoint", key, policy, renew).await {
+        match held.engine.surely("checkpoint", key, policy, &mut false, renew).await {
             Ok(RenewOutcome::Renewed | RenewOutcome::Restored) => {
                 *held.last.lock().unwrap_or_else(PoisonError::into_inner) = bytes;
                 Ok(())

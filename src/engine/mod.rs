@@ -339,14 +339,18 @@ impl Engine {
                     Some(conclusion) => conclusion,
                     None => continue,
                 },
-                Claimed::StoreDown(claim)
+                Claimed::StoreDown { claim, .. }
                     if call.policy.store_down == StoreDown::RunUnprotected =>
                 {
                     // What is rare must not make the future of every request larger.
                     Box::pin(self.run_unprotected(&call, claim, &mut handler)).await
                 }
-                Claimed::StoreDown(claim) => {
-                    self.give_up(&call, claim);
+                Claimed::StoreDown { claim, in_doubt } => {
+                    // What the store certainly has not done leaves nothing to free; and under load these calls
+                    // would take the connections that others wait for.
+                    if in_doubt {
+                        self.give_up(&call, claim);
+                    }
                     Conclusion::refused(unavailable())
                 }
                 Claimed::Concluded(conclusion) => conclusion,

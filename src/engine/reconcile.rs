@@ -131,7 +131,7 @@ impl Engine {
         let terms = call.policy.terms;
         let resolution = Resolution { holder, attempt, finding, terms };
         let resolve = || self.0.store.resolve(call.storage_key, &resolution);
-        match self.surely("resolve", call.storage_key, &call.policy, resolve).await {
+        match self.surely("resolve", call.storage_key, &call.policy, &mut false, resolve).await {
             Ok(ResolveOutcome::Resolved) => {
                 tracing::info!(
                     key,
