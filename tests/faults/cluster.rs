@@ -133,7 +133,8 @@ async fn c20_slots_that_move_back_and_forth_under_load_charge_nobody_twice() {
         let (from, to) = if round % 2 == 0 { (0, 1) } else { (1, 0) };
         let mut moving = Moving::between(&cluster, from, to);
         moving.open(0..SLOTS);
-        crowd.go_on(3).await;
+        // More than there are clients: so some of them began when it was open.
+        crowd.go_on(8).await;
         moving.finish(0..SLOTS);
         crowd.go_on(3).await;
         // A node that takes a slot over may not know the scripts.

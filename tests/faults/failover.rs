@@ -192,9 +192,10 @@ async fn c13_with_wait_a_completion_is_sent_again_until_the_new_primary_has_it()
     let running = pair.pay("k", "tok_charge_then_slow_1500");
     pair.charged(1).await;
     group.cut_stream();
-    let before = group.primary.calls_of("wait");
-    group.primary.wait_until("a completion", &["info", "commandstats"], |_| {
-        group.primary.calls_of("wait") > before
+    // Once is a completion that is not confirmed, and twice one that is sent again for that.
+    let again = group.primary.calls_of("wait") + 2;
+    group.primary.wait_until("a completion that is sent again", &["ping"], |_| {
+        group.primary.calls_of("wait") >= again
     });
     group.fail_over();
     group.replicate_again();

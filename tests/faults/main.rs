@@ -30,6 +30,7 @@ mod unreachable;
 mod versions;
 
 #[path = "../support/groups.rs"]
+#[allow(dead_code, reason = "each test program uses a part of it")]
 mod groups;
 #[path = "../support/line.rs"]
 #[allow(dead_code, reason = "each test program uses a part of it")]
@@ -43,6 +44,7 @@ mod postgres;
 #[allow(dead_code, reason = "each test program uses a part of it")]
 mod redis;
 #[path = "../support/relay.rs"]
+#[allow(dead_code, reason = "each test program uses a part of it")]
 mod relay;
 #[path = "../support/sandbox.rs"]
 mod sandbox;
