@@ -92,7 +92,10 @@ mod tests {
             drop(tell);
         };
         let go_on = |work| drop(tokio::spawn(work));
-        let unstoppable = runtime.block_on(async { Unstoppable::new(work, go_on) });
+        let unstoppable = {
+            let _inside = runtime.enter();
+            Unstoppable::new(work, go_on)
+        };
         drop(runtime);
         drop(unstoppable);
         assert_eq!(told.try_recv(), Err(oneshot::error::TryRecvError::Closed));

@@ -34,7 +34,11 @@ pub(super) struct Held {
 /// How claiming ended.
 pub(super) enum Claimed<T> {
     Lease(Held),
-    StoreDown(Claim),
+    StoreDown {
+        claim: Claim,
+        /// It may have reached the store.
+        in_doubt: bool,
+    },
     Concluded(Conclusion<T>),
 }
 
@@ -42,6 +46,14 @@ impl<T> Claimed<T> {
     fn refused(rejection: impl Into<Rejection>) -> Self {
         Self::Concluded(Conclusion::refused(rejection))
     }
+}
+
+/// What came of a call that was sent until its outcome was known.
+pub(super) struct Reply<T> {
+    pub(super) outcome: Result<T, StoreError>,
+    pub(super) at: Instant,
+    /// A call whose outcome is not known any more may have reached the store.
+    pub(super) in_doubt: bool,
 }
 
 /// A seat that is taken, counted.
@@ -93,16 +105,18 @@ impl Engine {
             since = Instant::now();
         }
         let mut progress = Progress { found: None, inquiries: 0 };
+        let mut in_doubt = false;
         loop {
-            let (outcome, granted) =
+            let Reply { outcome, at: granted, in_doubt: doubtful } =
                 self.claim_surely(call.storage_key, &claim, policy, since).await;
+            in_doubt |= doubtful;
             if let (Some((seat, _)), false) =
                 (&seat, matches!(outcome, Ok(ClaimOutcome::InFlight { .. })))
             {
                 Seat::wake_others(seat);
             }
             let remaining = match outcome {
-                Err(_) => return Claimed::StoreDown(claim),
+                Err(_) => return Claimed::StoreDown { claim, in_doubt },
                 Ok(ClaimOutcome::Acquired(lease)) => {
                     return Claimed::Lease(Held { lease, since, granted });
                 }
@@ -222,7 +236,7 @@ impl Engine {
         claim: &Claim,
         policy: &Policy,
         now: Instant,
-    ) -> (Result<ClaimOutcome<Lease>, StoreError>, Instant) {
+    ) -> Reply<ClaimOutcome<Lease>> {
         let call = async || {
             let mut claim = *claim;
             if made(Mistake::FreshHolder) {
@@ -230,15 +244,15 @@ impl Engine {
             }
             self.0.store.claim(key, &claim).await
         };
-        let (outcome, answered) = self.surely("claim", key, policy, now, call).await;
-        if let Ok(outcome) = &outcome {
+        let reply = self.surely("claim", key, policy, now, call).await;
+        if let Ok(outcome) = &reply.outcome {
             observe::claimed(outcome);
         }
-        (outcome, answered)
+        reply
     }
 
     /// Makes a call to the store now, and again until its outcome is known, at most for
-    /// [`claim_within`](crate::ConfigBuilder::claim_within). With the outcome comes when it was known.
+    /// [`claim_within`](crate::ConfigBuilder::claim_within).
     pub(super) async fn surely<T, F>(
         &self,
         verb: &'static str,
@@ -246,20 +260,23 @@ impl Engine {
         policy: &Policy,
         mut now: Instant,
         call: impl Fn() -> F,
-    ) -> (Result<T, StoreError>, Instant)
+    ) -> Reply<T>
     where
         F: Future<Output = Result<T, StoreError>>,
     {
         let deadline = now + policy.claim_within;
-        let mut tries = 0;
+        let (mut tries, mut in_doubt) = (0, false);
         loop {
             let bound = policy.store_call.min(deadline.saturating_duration_since(now));
             let (outcome, answered) = self.timed(verb, now, bound, call()).await;
             let error = match outcome {
-                Ok(outcome) => return (Ok(outcome), answered),
+                Ok(outcome) => return Reply { outcome: Ok(outcome), at: answered, in_doubt },
                 Err(error) => error,
             };
             tries += 1;
+            // Of the others a store may have done a part before it refused.
+            in_doubt |=
+                !matches!(error.kind(), StoreErrorKind::Unavailable | StoreErrorKind::RolledBack);
             let again = match error.kind() {
                 StoreErrorKind::OutcomeUnknown => true,
                 StoreErrorKind::Unavailable | StoreErrorKind::RolledBack => {
@@ -270,7 +287,7 @@ impl Engine {
             let pause = pause(tries);
             if !again || answered + pause >= deadline {
                 tracing::error!(key = %key.in_logs(), verb, tries, error = ?error, "the store does not do what it is asked");
-                return (Err(error), answered);
+                return Reply { outcome: Err(error), at: answered, in_doubt };
             }
             observe::call_again(verb);
             sleep(pause).await;

@@ -235,7 +235,7 @@ impl Execution {
         let renewal = Renewal { terms: policy.terms, checkpoint: Some(bytes.clone()) };
         let renew = || held.engine.store().renew(&held.lease, &renewal);
         let key = held.lease.key();
-        match held.engine.surely("checkpoint", key, policy, Instant::now(), renew).await.0 {
+        match held.engine.surely("checkpoint", key, policy, Instant::now(), renew).await.outcome {
             Ok(RenewOutcome::Renewed | RenewOutcome::Restored) => {
                 *held.last.lock().unwrap_or_else(PoisonError::into_inner) = bytes;
                 Ok(())

@@ -313,7 +313,10 @@ impl Engine {
         }))
     }
 
-    // No async fn: those keep all they are given twice, and this is the larger part of what a request takes.
+    #[expect(
+        clippy::manual_async_fn,
+        reason = "an async fn keeps all it is given twice, and this is the larger part of what a request takes"
+    )]
     fn conduct<T, H, F>(
         self,
         call: Arc<Call>,
@@ -340,14 +343,18 @@ impl Engine {
                             None => continue,
                         }
                     }
-                    Claimed::StoreDown(claim)
+                    Claimed::StoreDown { claim, .. }
                         if call.policy.store_down == StoreDown::RunUnprotected =>
                     {
                         // What is rare must not make the future of every request larger.
                         Box::pin(self.run_unprotected(&call, &span, claim, &mut handler)).await
                     }
-                    Claimed::StoreDown(claim) => {
-                        self.give_up(&call, claim);
+                    Claimed::StoreDown { claim, in_doubt } => {
+                        // What the store certainly has not done leaves nothing to free; and under load these
+                        // calls would take the connections that others wait for.
+                        if in_doubt {
+                            self.give_up(&call, claim);
+                        }
                         Conclusion::refused(unavailable())
                     }
                     Claimed::Concluded(conclusion) => conclusion,

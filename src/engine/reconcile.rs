@@ -134,7 +134,7 @@ impl Engine {
         match self
             .surely("resolve", call.storage_key, &call.policy, Instant::now(), resolve)
             .await
-            .0
+            .outcome
         {
             Ok(ResolveOutcome::Resolved) => {
                 tracing::info!(

@@ -221,22 +221,21 @@ impl History {
                 amount: number(entry, "amount"),
             })
             .collect();
-        let runs = self.runs_of(servers).await;
-        self.with(runs, charges, store).await
+        self.evidence_of(charges, self.runs_of(servers).await, store).await
     }
 
-    /// The same of a server that is none of these processes: this is what it did.
-    pub(crate) async fn with(
+    /// The same of servers that are no processes, and say themselves what was charged and has run.
+    pub(crate) async fn evidence_of(
         &self,
-        done: Vec<Run>,
         charges: Vec<Charge>,
+        ran: Vec<Run>,
         store: &dyn Inspect,
     ) -> Evidence {
         let (operations, mut runs, sights) = {
             let inner = self.inner();
             (inner.operations.clone(), inner.runs.clone(), inner.sights.clone())
         };
-        runs.extend(done);
+        runs.extend(ran);
         let keys: BTreeSet<_> = operations.iter().map(|sent| sent.key.clone()).collect();
         let mut at_the_end = BTreeMap::new();
         for key in keys {

@@ -13,6 +13,10 @@
 mod clients;
 #[cfg(target_os = "linux")]
 mod clock;
+mod cluster;
+mod crowd;
+mod exhausted;
+mod failover;
 mod history;
 mod invariants;
 mod invariants_refuse;
@@ -23,8 +27,12 @@ mod random;
 mod rows;
 mod site;
 mod store;
+mod unreachable;
 mod versions;
 
+#[path = "../support/groups.rs"]
+#[allow(dead_code, reason = "each test program uses a part of it")]
+mod groups;
 #[path = "../support/line.rs"]
 #[allow(dead_code, reason = "each test program uses a part of it")]
 mod line;
@@ -36,5 +44,8 @@ mod postgres;
 #[path = "../support/redis.rs"]
 #[allow(dead_code, reason = "each test program uses a part of it")]
 mod redis;
+#[path = "../support/relay.rs"]
+#[allow(dead_code, reason = "each test program uses a part of it")]
+mod relay;
 #[path = "../support/sandbox.rs"]
 mod sandbox;

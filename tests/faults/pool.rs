@@ -89,7 +89,7 @@ impl Shop {
             (done.runs.clone(), done.charges.clone())
         };
         let store = RedisStore::connect(&self.redis.url()).await.unwrap();
-        let evidence = self.history.with(runs, charges, &store).await;
+        let evidence = self.history.evidence_of(charges, runs, &store).await;
         assert_holds(&evidence.broken(Promise::AtMostOnce));
     }
 

@@ -1,9 +1,11 @@
 //! Two servers and a Redis, with a proxy between the first server and the Redis.
 
 use std::net::SocketAddr;
+use std::ops::{Deref, DerefMut};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
+use tokio::task::JoinHandle;
 use tower_idempotency::RedisStore;
 
 use crate::history::{History, assert_breaks, assert_holds, runs_in};
@@ -18,41 +20,50 @@ const PATIENCE: Duration = Duration::from_secs(30);
 /// What a payment is of, where that does not matter.
 pub(crate) const USUAL: u32 = 1999;
 
-pub(crate) struct Site {
-    pub(crate) redis: RedisServer,
-    pub(crate) proxy: Proxy,
-    /// Reaches Redis through the proxy.
+/// Two servers that charge into one ledger, and what their clients saw.
+pub(crate) struct Pair {
     pub(crate) one: Sandbox,
-    /// Reaches Redis directly.
     pub(crate) two: Sandbox,
     pub(crate) history: History,
     _folder: tempfile::TempDir,
 }
 
-impl Site {
-    pub(crate) async fn start(args: &[&str]) -> Self {
-        Self::with_redis(&[], args).await
-    }
+/// A pair on one Redis.
+pub(crate) struct Site {
+    pub(crate) redis: RedisServer,
+    pub(crate) proxy: Proxy,
+    /// The first server reaches Redis through the proxy, the second directly.
+    pub(crate) pair: Pair,
+}
 
-    pub(crate) async fn with_redis(options: &[&str], args: &[&str]) -> Self {
-        Self::on(RedisServer::start_with(options), args, args).await
-    }
+impl Deref for Site {
+    type Target = Pair;
 
-    /// With other arguments for each of the servers.
-    pub(crate) async fn on(redis: RedisServer, args: &[&str], args_of_two: &[&str]) -> Self {
-        let proxy = Proxy::to(redis.port()).await;
+    fn deref(&self) -> &Pair {
+        &self.pair
+    }
+}
+
+impl DerefMut for Site {
+    fn deref_mut(&mut self) -> &mut Pair {
+        &mut self.pair
+    }
+}
+
+impl Pair {
+    /// Each of them with the address of its store and its arguments.
+    pub(crate) fn start(one: (&str, &[&str]), two: (&str, &[&str])) -> Self {
         let folder = tempfile::tempdir().expect("a folder");
         let ledger = folder.path().join("ledger.db");
-        let one = server(&proxy.redis_url(), &ledger, args);
-        let two = server(&redis.url(), &ledger, args_of_two);
-        let lease = args.iter().skip_while(|arg| **arg != "--lease").nth(1);
+        let start = |(url, args): (&str, &[&str])| server(url, &ledger, args);
+        let lease = one.1.iter().skip_while(|arg| **arg != "--lease").nth(1);
         let lease = lease.map_or(30.0, |lease| lease.parse().expect("seconds"));
         let history = History::with_lease(Duration::from_secs_f64(lease));
-        Self { redis, proxy, one, two, history, _folder: folder }
+        Self { one: start(one), two: start(two), history, _folder: folder }
     }
 
     /// Sends a payment of the usual amount to the first server, in the background.
-    pub(crate) fn pay(&self, key: &str, source: &str) -> tokio::task::JoinHandle<Option<Answer>> {
+    pub(crate) fn pay(&self, key: &str, source: &str) -> JoinHandle<Option<Answer>> {
         let (history, address) = (self.history.clone(), self.one.address);
         let (key, source) = (key.to_owned(), source.to_owned());
         tokio::spawn(async move { history.ask(address, &key, &source, USUAL).await })
@@ -79,22 +90,6 @@ impl Site {
         self.history.pay_surely(&[self.two.address], key, source, USUAL).await
     }
 
-    /// Fails if anything that is promised does not hold.
-    pub(crate) async fn check(&self, promise: Promise) {
-        assert_holds(&self.broken(promise).await);
-    }
-
-    /// Fails unless exactly this is broken: what the fault ends by its nature.
-    pub(crate) async fn check_breaks(&self, promise: Promise, expected: &[&str]) {
-        assert_breaks(&self.broken(promise).await, expected);
-    }
-
-    async fn broken(&self, promise: Promise) -> Vec<Broken> {
-        let store = RedisStore::connect(&self.redis.url()).await.expect("a store");
-        let evidence = self.history.evidence(&[&self.two, &self.one], &store).await;
-        evidence.broken(promise)
-    }
-
     /// The attempts of all handlers that ran under a key, by the word of both servers.
     pub(crate) fn handlers_of(&self, key: &str) -> Vec<u32> {
         let runs = [&self.one, &self.two].map(|server| runs_in(&server.said().1));
@@ -110,6 +105,49 @@ impl Site {
             assert!(Instant::now() < end, "no charge");
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
+    }
+
+    /// Fails if anything that is promised does not hold, by what the store at this address has in the end.
+    pub(crate) async fn check_at(&self, url: &str, promise: Promise) {
+        assert_holds(&self.broken_at(url, promise).await);
+    }
+
+    /// Fails unless exactly this is broken: what the fault ends by its nature.
+    pub(crate) async fn check_breaks_at(&self, url: &str, promise: Promise, expected: &[&str]) {
+        assert_breaks(&self.broken_at(url, promise).await, expected);
+    }
+
+    pub(crate) async fn broken_at(&self, url: &str, promise: Promise) -> Vec<Broken> {
+        let store = RedisStore::connect(url).await.expect("a store");
+        let evidence = self.history.evidence(&[&self.two, &self.one], &store).await;
+        evidence.broken(promise)
+    }
+}
+
+impl Site {
+    pub(crate) async fn start(args: &[&str]) -> Self {
+        Self::with_redis(&[], args).await
+    }
+
+    pub(crate) async fn with_redis(options: &[&str], args: &[&str]) -> Self {
+        Self::on(RedisServer::start_with(options), args, args).await
+    }
+
+    /// With other arguments for each of the servers.
+    pub(crate) async fn on(redis: RedisServer, args: &[&str], args_of_two: &[&str]) -> Self {
+        let proxy = Proxy::to(redis.port()).await;
+        let pair = Pair::start((&proxy.redis_url(), args), (&redis.url(), args_of_two));
+        Self { redis, proxy, pair }
+    }
+
+    /// Fails if anything that is promised does not hold.
+    pub(crate) async fn check(&self, promise: Promise) {
+        self.check_at(&self.redis.url(), promise).await;
+    }
+
+    /// Fails unless exactly this is broken: what the fault ends by its nature.
+    pub(crate) async fn check_breaks(&self, promise: Promise, expected: &[&str]) {
+        self.check_breaks_at(&self.redis.url(), promise, expected).await;
     }
 
     /// The keys of all records in Redis.

@@ -47,6 +47,24 @@ async fn case_144_a_replay_needs_the_store_and_is_never_a_second_run() {
     shop.ledger.expect(1);
 }
 
+/// A call for each request that was refused would take the connections that all others wait for.
+#[tokio::test(start_paused = true)]
+async fn a_claim_that_is_certainly_not_done_is_not_given_up_and_one_in_doubt_is() {
+    let shop = Shop::open();
+    let once = [StoreErrorKind::OutcomeUnknown, StoreErrorKind::Unavailable];
+    let cases: [(&[_], bool); 2] = [(&once[1..], false), (&once, true)];
+    for (kinds, given_up) in cases {
+        for kind in kinds {
+            shop.store.fail_once(Verb::Claim, Fault::Is(*kind));
+        }
+        shop.store.fail(Verb::Claim, Fault::Is(StoreErrorKind::Unavailable));
+        shop.send(&pay()).await.refused(503, "store_unavailable");
+        tokio::time::sleep(secs(200)).await;
+        assert_eq!(shop.store.calls_of(Verb::Release) > 0, given_up, "{kinds:?}");
+    }
+    shop.ledger.expect(0);
+}
+
 // cases: 145
 #[tokio::test(start_paused = true)]
 async fn case_145_a_store_that_does_not_answer_is_given_up_within_the_bound() {

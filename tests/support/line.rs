@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
-use tokio::net::{TcpListener, TcpStream};
+use tokio::net::{TcpListener, TcpSocket, TcpStream};
 use tokio::sync::watch;
 
 /// Which way bytes go.
@@ -41,6 +41,10 @@ struct Switches {
     down: Direction,
     /// Connections made before this number changed are cut.
     era: watch::Sender<u64>,
+    /// Nothing is accepted meanwhile.
+    gone: watch::Sender<bool>,
+    /// What takes up the room for connections that wait to be accepted.
+    fillers: Mutex<Vec<TcpStream>>,
     hits: AtomicU64,
 }
 
@@ -60,18 +64,37 @@ impl Switches {
 impl Proxy {
     /// A proxy that leads to a port of this machine.
     pub async fn to(target: u16) -> Self {
-        let listener = TcpListener::bind("127.0.0.1:0").await.expect("a free port");
+        Self::over(TcpListener::bind("127.0.0.1:0").await.expect("a free port"), target)
+    }
+
+    /// The same, with next to no room for connections that wait to be accepted, so that it can vanish.
+    pub async fn narrow(target: u16) -> Self {
+        let socket = TcpSocket::new_v4().expect("a socket");
+        socket.bind(([127, 0, 0, 1], 0).into()).expect("a free port");
+        Self::over(socket.listen(1).expect("a bound port"), target)
+    }
+
+    fn over(listener: TcpListener, target: u16) -> Self {
         let port = listener.local_addr().expect("a bound port").port();
         let switches = Arc::new(Switches {
             refuse: AtomicBool::new(false),
             up: Direction::default(),
             down: Direction::default(),
             era: watch::Sender::new(0),
+            gone: watch::Sender::new(false),
+            fillers: Mutex::default(),
             hits: AtomicU64::new(0),
         });
         let shared = Arc::clone(&switches);
         tokio::spawn(async move {
-            while let Ok((client, _)) = listener.accept().await {
+            let mut gone = shared.gone.subscribe();
+            while gone.wait_for(|gone| !gone).await.is_ok() {
+                let accepted = tokio::select! {
+                    biased;
+                    _ = gone.changed() => continue,
+                    accepted = listener.accept() => accepted,
+                };
+                let Ok((client, _)) = accepted else { return };
                 if shared.refuse.load(Ordering::SeqCst) {
                     shared.hit();
                     continue; // and close it
@@ -120,6 +143,22 @@ impl Proxy {
         self.switches.direction(way).swallow.store(true, Ordering::SeqCst);
     }
 
+    /// Goes as a machine whose cable was pulled: connections stay open and carry nothing, and whoever
+    /// connects gets no answer, not even a refusal. It has to be a narrow one, on Linux.
+    pub async fn vanish(&self) {
+        self.swallow(Way::Up);
+        self.swallow(Way::Down);
+        self.switches.gone.send_replace(true);
+        let limit = Duration::from_millis(300);
+        for _ in 0..16 {
+            let connecting = TcpStream::connect(("127.0.0.1", self.port));
+            let Ok(filler) = tokio::time::timeout(limit, connecting).await else { return };
+            let filler = filler.expect("a connection that waits to be accepted");
+            self.switches.fillers.lock().expect("no holder panics").push(filler);
+        }
+        panic!("it still answers: this is no narrow one");
+    }
+
     /// From now on everything that goes this way takes that much longer.
     pub fn delay(&self, way: Way, by: Duration) {
         let ms = u64::try_from(by.as_millis()).expect("a short time");
@@ -135,6 +174,8 @@ impl Proxy {
             direction.delay_ms.store(0, Ordering::SeqCst);
             *direction.cut_after.lock().expect("no holder panics") = None;
         }
+        self.switches.fillers.lock().expect("no holder panics").clear();
+        self.switches.gone.send_replace(false);
         self.cut();
     }
 

@@ -314,6 +314,20 @@ async fn in_time<T>(
     })
 }
 
+/// What a claim is of which one command was answered and the next was not sent: that certainly changed nothing, but
+/// the one before may have.
+fn in_doubt(error: StoreError) -> StoreError {
+    match error.kind() {
+        StoreErrorKind::Unavailable => {
+            StoreError::new(StoreErrorKind::OutcomeUnknown, NAME, "claim").with_source(error)
+        }
+        StoreErrorKind::OutcomeUnknown
+        | StoreErrorKind::Full
+        | StoreErrorKind::Backend
+        | StoreErrorKind::RolledBack => error,
+    }
+}
+
 /// The name of a key, without an allocation: it is made for every call.
 struct Name {
     bytes: [u8; Self::MAX],
@@ -375,7 +389,8 @@ impl Store for RedisStore {
                 None if made(Mistake::RedisFreshHolder) => {
                     return self.claim_as_another(key, *claim).await;
                 }
-                None => in_time(until, self.claim_by_script(key, claim)).await?,
+                // The plain command may have written something, whatever becomes of the script.
+                None => in_time(until, self.claim_by_script(key, claim)).await.map_err(in_doubt)?,
             };
             Ok(outcome.map(|grant| Lease::new(key, claim, grant)))
         })

@@ -10,8 +10,8 @@ use tokio::sync::Mutex as Turn;
 use tokio::task::block_in_place;
 use tower_idempotency::{IdempotencyKey, Identity, StorageKey};
 
-use super::groups::{RedisCluster, SentinelGroup, slot_of};
 use super::schedule::Kind;
+use crate::groups::{RedisCluster, SentinelGroup, slot_of};
 use crate::redis::RedisServer;
 
 /// What moves between the masters of a cluster; half of all keys are in it.

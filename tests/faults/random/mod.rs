@@ -6,9 +6,6 @@
 //! takes its time; and while a WAIT falls short nothing else happens to a server, so that one can tell by what.)
 
 mod ground;
-#[path = "../../support/groups.rs"]
-#[allow(dead_code, reason = "each test program uses a part of it")]
-mod groups;
 mod reached;
 mod schedule;
 mod seat;
@@ -28,8 +25,6 @@ use self::stage::Stage;
 use crate::history::assert_holds;
 use crate::invariants::Promise;
 use crate::load::number;
-// For `groups`, which stands beside it in other test programs.
-use crate::redis;
 use crate::site::sleep;
 
 const CLIENTS: usize = 8;
