@@ -296,14 +296,33 @@ fn pair_of(group: &SentinelGroup, replicas: usize) -> Pair {
     Pair::start((&url, &args), (&url, &args))
 }
 
+/// Kills a primary under load that has written what its replicas will never get: frozen, they cannot come back to it
+/// when it has lost them.
+pub(crate) async fn kill_ahead_of(primary: &mut RedisServer, replicas: &[&RedisServer]) {
+    let records = |primary: &RedisServer| primary.cli(&["dbsize"]).parse::<u64>().unwrap();
+    replicas.iter().for_each(|replica| replica.stop());
+    let lost = primary.cli(&["client", "kill", "type", "replica"]);
+    assert_eq!(lost, replicas.len().to_string());
+    let (before, end) = (records(primary), Instant::now() + ms(20_000));
+    while records(primary) < before + 2 {
+        assert!(Instant::now() < end, "nobody claims anything");
+        sleep(5).await;
+    }
+    // By now whoever did not count the replicas believes these claims.
+    sleep(1_500).await;
+    primary.kill();
+    replicas.iter().for_each(|replica| replica.cont());
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn c12_a_primary_under_sentinels_killed_under_load_charges_nobody_twice() {
     let mut group = SentinelGroup::start(2);
     let pair = pair_of(&group, 2);
-    let crowd = Crowd::start(&pair, 6, &["tok_visa", "tok_slow_60", "tok_large_8"]);
+    let crowd = Crowd::start(&pair, 12, &["tok_visa", "tok_slow_60", "tok_large_8"]);
     crowd.go_on(30).await;
     let first = group.servers[0].port();
-    group.servers[0].kill();
+    let (primary, replicas) = group.servers.split_first_mut().unwrap();
+    kill_ahead_of(primary, &replicas.iter().map(|replica| &*replica).collect::<Vec<_>>()).await;
     crowd.have_ended("come back", 2).await;
     group.wait_for_failover_from(first);
     // It comes back as a replica, so that there are two again.
