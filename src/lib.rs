@@ -32,7 +32,6 @@ mod response;
 mod scope;
 pub mod store;
 mod token;
-mod unstoppable;
 
 pub use config::{
     Config, ConfigBuilder, EXPOSED_HEADERS, Enforcement, ErrorFlavour, Found, IDEMPOTENCY_KEY,

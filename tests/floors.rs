@@ -5,7 +5,7 @@
 //! |---|---|
 //! | 0 | words: `key scope fingerprint guard token response checkpoint error`, and `by_digest`, `mistakes` |
 //! | 1 | rules: `record`, and `config`, which may use `record` |
-//! | 2 | the contract: `store`, `store/conformance`; `unstoppable` |
+//! | 2 | the contract: `store`, `store/conformance` |
 //! | 3 | stores: `store/{memory,redis,sql,faulty}`, which never see each other |
 //! | 4 | `engine` |
 //! | 5 | `middleware` |
@@ -34,7 +34,6 @@ const TOP: &[(&str, u8)] = &[
     ("response", 0),
     ("scope", 0),
     ("token", 0),
-    ("unstoppable", 2),
     ("config", 1),
     ("record", 1),
     ("store", 2),

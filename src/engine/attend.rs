@@ -1,82 +1,115 @@
-//! A request that is worked on where it is waited for, and in a task of its own once its client has left.
+//! A request's work, in a task of its own, and whoever waits for what it comes to.
 //!
-//! Servers drop the future of a request when the client leaves. Its work must not end with that, and what waits for
-//! nobody's sake has to know it.
+//! Servers drop the future of a request when its client leaves. Its work must not end with that, and must not hang
+//! on how anybody polls it: leases have to be renewed, and handlers find no more or less around them when the client is gone.
 
-use std::future::{Future, poll_fn};
-use std::panic::AssertUnwindSafe;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::task::Poll;
+use std::future::Future;
+use std::pin::Pin;
+use std::task::{Context, Poll};
 
-use futures_util::FutureExt as _;
+use tokio::sync::Notify;
+use tokio::task::JoinHandle;
+use tokio_util::task::TaskTracker;
 
 use crate::mistakes::{Mistake, made};
-use crate::unstoppable::Unstoppable;
 
-/// Says that whoever asked has left.
-#[derive(Clone, Debug, Default)]
-pub(super) struct Departure(Arc<AtomicBool>);
+/// Where one who waits leaves word that he left.
+pub(super) trait Watched {
+    /// Told once, when nobody waits any more.
+    fn departure(&self) -> &Notify;
+}
 
-impl Departure {
-    /// Completes once whoever asked has left. It needs no waker: the whole work is polled again at that moment,
-    /// by its task.
-    pub(super) async fn seen(&self) {
-        let seen = || self.0.load(Ordering::Acquire);
-        poll_fn(|_| if seen() { Poll::Ready(()) } else { Poll::Pending }).await;
-    }
+/// Waits for work. Dropped before its end, it leaves word and lets the work go on.
+pub(super) struct Attendance<W: Watched, T> {
+    watched: W,
+    work: Option<Work<T>>,
+}
 
-    fn happens(&self) {
-        self.0.store(true, Ordering::Release);
+enum Work<T> {
+    Task(JoinHandle<T>),
+    /// As it must not be: it ends with whoever waits for it.
+    Here(Pin<Box<dyn Future<Output = T> + Send>>),
+}
+
+impl<W: Watched + Unpin, T: Send + 'static> Attendance<W, T> {
+    /// Begins the work in a task that is counted by `tracker`.
+    pub(super) fn begin(
+        tracker: &TaskTracker,
+        watched: W,
+        work: impl Future<Output = T> + Send + 'static,
+    ) -> Self {
+        let work = match made(Mistake::RunsInConnection) {
+            true => Work::Here(Box::pin(work)),
+            false => Work::Task(tracker.spawn(work)),
+        };
+        Self { watched, work: Some(work) }
     }
 }
 
-/// Work that goes on when nobody waits for it any more, and is told so. It gives `None` if it panicked, as a task
-/// does: that ends neither the connection nor what else it carries.
-pub(super) fn attended<W, F>(work: W) -> impl Future<Output = Option<F::Output>> + Send + use<W, F>
-where
-    W: FnOnce(Departure) -> F,
-    F: Future<Output: Send> + Send + 'static,
-{
-    let departure = Departure::default();
-    let work = AssertUnwindSafe(work(departure.clone())).catch_unwind();
-    let work = work.map(Result::ok);
-    Unstoppable::new(work, move |work| {
-        departure.happens();
-        if !made(Mistake::RunsInConnection) {
-            // Nobody joins it: it is counted among the running ones by what it carries.
-            drop(tokio::spawn(work));
+impl<W: Watched + Unpin, T> Future for Attendance<W, T> {
+    /// `None` if the work panicked, or the runtime ended under it.
+    type Output = Option<T>;
+
+    fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<T>> {
+        let polled = match &mut self.work {
+            Some(Work::Task(task)) => Pin::new(task).poll(context).map(Result::ok),
+            Some(Work::Here(work)) => work.as_mut().poll(context).map(Some),
+            None => Poll::Ready(None),
+        };
+        if polled.is_ready() {
+            self.work = None;
         }
-    })
+        polled
+    }
+}
+
+impl<W: Watched, T> Drop for Attendance<W, T> {
+    fn drop(&mut self) {
+        if self.work.is_some() {
+            self.watched.departure().notify_one();
+        }
+    }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+
     use futures_util::poll;
     use tokio::sync::oneshot;
 
     use super::*;
 
-    #[tokio::test]
-    async fn work_that_is_waited_for_gives_what_it_came_to() {
-        assert_eq!(attended(|_| async { 7 }).await, Some(7));
+    impl Watched for Arc<Notify> {
+        fn departure(&self) -> &Notify {
+            self
+        }
     }
 
     #[tokio::test]
-    async fn work_that_nobody_waits_for_any_more_goes_on_and_knows_it() {
+    async fn work_that_is_waited_for_gives_what_it_came_to() {
+        let (tracker, watched) = (TaskTracker::new(), Arc::new(Notify::new()));
+        assert_eq!(Attendance::begin(&tracker, watched, async { 7 }).await, Some(7));
+    }
+
+    #[tokio::test]
+    async fn work_that_nobody_waits_for_any_more_goes_on_and_is_told_so() {
+        let (tracker, watched) = (TaskTracker::new(), Arc::new(Notify::new()));
         let (tell, told) = oneshot::channel();
-        let mut work = Box::pin(attended(|departure| async move {
-            departure.seen().await;
+        let left = Arc::clone(&watched);
+        let mut attendance = Box::pin(Attendance::begin(&tracker, watched, async move {
+            left.notified().await;
             tell.send(()).unwrap();
         }));
-        assert!(poll!(work.as_mut()).is_pending());
-        drop(work);
+        assert!(poll!(attendance.as_mut()).is_pending());
+        drop(attendance);
         told.await.unwrap();
     }
 
     #[tokio::test]
     async fn a_panic_ends_the_work_and_not_who_waits_for_it() {
-        let panics = |_| async { panic!("as it is meant to be") };
-        assert_eq!(attended(panics).await, None::<()>);
+        let (tracker, watched) = (TaskTracker::new(), Arc::new(Notify::new()));
+        let panics = async { panic!("as it is meant to be") };
+        assert_eq!(Attendance::begin(&tracker, watched, panics).await, None::<()>);
     }
 }

@@ -3,11 +3,12 @@
 
 use tokio::time::{Instant, sleep};
 
-use super::attend::Departure;
 use super::observe::Waiting;
 use super::reconcile::Answered;
 use super::wait::{Seat, Stored, Woken};
-use super::{Call, Conclusion, Engine, observe, pause, unavailable, unreadable};
+use super::{
+    Call, Conclusion, Engine, RETRY_AFTER_UNAVAILABLE, observe, pause, unavailable, unreadable,
+};
 use crate::config::{Enforcement, Policy, Recovery};
 use crate::error::{Rejection, RejectionKind, StoreError, StoreErrorKind};
 use crate::fingerprint::Comparison;
@@ -78,12 +79,7 @@ struct Progress {
 
 impl Engine {
     /// Claims the key now, waiting for a running twin within the policy's bound.
-    pub(super) async fn claim<T>(
-        &self,
-        call: &Call,
-        departure: &Departure,
-        now: Instant,
-    ) -> Claimed<T> {
+    pub(super) async fn claim<T>(&self, call: &Call, now: Instant) -> Claimed<T> {
         let policy = &call.policy;
         let claim = Claim {
             holder: HolderId::random(),
@@ -98,7 +94,7 @@ impl Engine {
             && let Some(beside) = self.0.room.take_seat_beside(call.storage_key, &call.fingerprints)
         {
             // As long as that one runs and holds its lease, the store could only say that it does.
-            match Box::pin(self.wait_beside(call, beside, departure, wait_until)).await {
+            match Box::pin(self.wait_beside(call, beside, wait_until)).await {
                 Ok(conclusion) => return Claimed::Concluded(conclusion),
                 Err(taken) => seat = Some(taken),
             }
@@ -175,7 +171,7 @@ impl Engine {
                 },
                 () = self.0.closing.cancelled() => return in_use(),
                 // Nobody waits for this answer any more, and nothing of ours is running.
-                () = departure.seen() => return in_use(),
+                () = call.departure.notified() => return in_use(),
             }
             since = Instant::now();
         }
@@ -187,9 +183,13 @@ impl Engine {
         &self,
         call: &Call,
         seat: Seat,
-        departure: &Departure,
         until: Instant,
     ) -> Result<Conclusion<T>, (Seat, Waiting)> {
+        let in_use = || {
+            // What is left of the lease is for the store to say.
+            let rejection = Rejection::new(RejectionKind::KeyInUse);
+            Conclusion::Refused(rejection.with_retry_after(RETRY_AFTER_UNAVAILABLE))
+        };
         let (mut seat, waiting) = seated(seat, &call.policy);
         tokio::select! {
             biased;
@@ -199,8 +199,9 @@ impl Engine {
                 }
                 Woken::Stored(_) | Woken::ClaimAgain | Woken::TimedOut => {}
             },
-            () = self.0.closing.cancelled() => {}
-            () = departure.seen() => return Ok(Conclusion::refused(RejectionKind::KeyInUse)),
+            // Neither after a shutdown has begun nor for one who left is anything claimed any more.
+            () = self.0.closing.cancelled() => return Ok(in_use()),
+            () = call.departure.notified() => return Ok(in_use()),
         }
         Err((seat, waiting))
     }

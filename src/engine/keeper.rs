@@ -10,6 +10,7 @@ use tokio::time::{Instant, sleep_until};
 use tokio_util::sync::CancellationToken;
 
 use super::Engine;
+use super::wait::Owning;
 use crate::config::Policy;
 use crate::record::{RenewOutcome, Renewal};
 use crate::store::Lease;
@@ -31,6 +32,7 @@ pub(super) struct Kept<'a> {
     /// its length after this.
     pub(super) since: Instant,
     pub(super) lost: &'a CancellationToken,
+    pub(super) owning: &'a Owning,
 }
 
 impl Kept<'_> {
@@ -63,6 +65,7 @@ impl Kept<'_> {
             match self.engine.renew(self.lease, &renewal, self.policy).await {
                 Ok(RenewOutcome::Renewed) => {
                     since = sent;
+                    self.owning.holds_until(since + length);
                     next = since + length / RENEWALS_PER_LEASE;
                 }
                 Ok(RenewOutcome::Restored) => {
@@ -71,6 +74,7 @@ impl Kept<'_> {
                         "the store had lost a record in flight; it is restored"
                     );
                     since = sent;
+                    self.owning.holds_until(since + length);
                     next = since + length / RENEWALS_PER_LEASE;
                 }
                 Ok(RenewOutcome::Lost | RenewOutcome::Unreadable) => {

@@ -1,7 +1,7 @@
-//! The engine: claim, run, renew, complete, whoever leaves. Knows no HTTP and no particular store.
+//! The engine: claim, run in a task of its own, renew, complete. Knows no HTTP and no particular store.
 //!
-//! One request goes through four phases, all in **one tracked future** that becomes a task when its client
-//! leaves, so that this interrupts nothing:
+//! One request goes through four phases, all in **one tracked task**, so that a client that leaves
+//! interrupts nothing:
 //!
 //! 1. *Claim*, sent again with the same holder id while its outcome is unknown, and after each end
 //!    of a running twin.
@@ -34,10 +34,10 @@ use std::time::Duration;
 use bytes::Bytes;
 use futures_util::FutureExt as _;
 use futures_util::future::join_all;
+use tokio::sync::Notify;
 use tokio::time::{Instant, timeout};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
-use tokio_util::task::task_tracker::TaskTrackerToken;
 use tracing::{Instrument as _, Span};
 
 pub use execution::Execution;
@@ -52,7 +52,7 @@ use crate::response::{StoredBody, StoredResponse};
 use crate::scope::{CallerId, DownstreamSeed, Identity, StorageKey};
 use crate::store::{Lease, Store};
 use crate::token::{Attempt, Fence};
-use attend::{Departure, attended};
+use attend::{Attendance, Watched};
 use claim::{Claimed, Held};
 use keeper::Kept;
 pub(crate) use observe::Seen;
@@ -98,6 +98,14 @@ pub(crate) struct Call {
     pub(crate) policy: Arc<Policy>,
     /// The span the request came in, for its handler: handlers record fields in it.
     pub(crate) span: Span,
+    /// Told when nobody waits for the answer any more.
+    pub(crate) departure: Notify,
+}
+
+impl Watched for Arc<Call> {
+    fn departure(&self) -> &Notify {
+        &self.departure
+    }
 }
 
 impl Call {
@@ -148,13 +156,6 @@ pub(crate) enum Conclusion<T> {
     Reconciled(Box<StoredResponse>),
     /// With a refusal.
     Refused(Rejection),
-}
-
-/// What a request takes up until its work is over.
-struct Inside {
-    _place: Place,
-    /// A shutdown waits for it.
-    _token: TaskTrackerToken,
 }
 
 /// How a shutdown went.
@@ -259,10 +260,10 @@ impl Engine {
         self.0.running.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Takes a request from its claim to its conclusion.
+    /// Takes a request from its claim to its conclusion, in a task that outlives the caller.
     ///
     /// # Cancel safety
-    /// If the future is dropped, the work goes on in a task: the handler finishes and is recorded.
+    /// Dropping the future leaves the task running: the handler finishes and is recorded.
     pub(crate) fn execute<T, H, F>(
         &self,
         call: Arc<Call>,
@@ -276,10 +277,10 @@ impl Engine {
         // Not within the future: what it is given would take its room in there to the end.
         let begun = self.begin(call, handler);
         async move {
-            // Nobody knows what it had done when it panicked.
+            // Nobody knows what it had done when it panicked, or the runtime ended under it.
             let unknown = || Conclusion::refused(RejectionKind::OutcomeUnknown);
             match begun {
-                Ok(attended) => attended.await.unwrap_or_else(unknown),
+                Ok(attendance) => attendance.await.unwrap_or_else(unknown),
                 Err(rejection) => Conclusion::Refused(rejection),
             }
         }
@@ -289,7 +290,7 @@ impl Engine {
         &self,
         call: Arc<Call>,
         handler: H,
-    ) -> Result<impl Future<Output = Option<Conclusion<T>>> + Send + use<T, H, F>, Rejection>
+    ) -> Result<Attendance<Arc<Call>, Conclusion<T>>, Rejection>
     where
         H: FnMut(Run) -> F + Send + 'static,
         F: Future<Output = Ran<T>> + Send + 'static,
@@ -305,12 +306,9 @@ impl Engine {
             observe::refused(rejection.kind(), Some(call.storage_key));
             return Err(rejection);
         };
-        let inside = Inside { _place: place, _token: self.0.tracker.token() };
         let span = observe::span(call.storage_key, &call.span);
-        let engine = self.clone();
-        Ok(attended(|departure| {
-            engine.conduct(call, handler, departure, inside, span.clone()).instrument(span)
-        }))
+        let work = self.clone().conduct(Arc::clone(&call), handler, place);
+        Ok(Attendance::begin(&self.0.tracker, call, work.instrument(span)))
     }
 
     #[expect(
@@ -321,10 +319,8 @@ impl Engine {
         self,
         call: Arc<Call>,
         mut handler: H,
-        departure: Departure,
         // The handler counts to its end, not only for as long as its client stays.
-        inside: Inside,
-        span: Span,
+        place: Place,
     ) -> impl Future<Output = Conclusion<T>> + Send + use<T, H, F>
     where
         H: FnMut(Run) -> F + Send + 'static,
@@ -332,22 +328,20 @@ impl Engine {
         T: Send + 'static,
     {
         async move {
-            let _inside = inside;
+            let _place = place;
             let arrived = Instant::now();
             for run in 1..=RUNS_MAX {
                 let now = if run == 1 { arrived } else { Instant::now() };
-                let conclusion = match self.claim(&call, &departure, now).await {
-                    Claimed::Lease(held) => {
-                        match self.run(&call, &span, held, &mut handler, run).await {
-                            Some(conclusion) => conclusion,
-                            None => continue,
-                        }
-                    }
+                let conclusion = match self.claim(&call, now).await {
+                    Claimed::Lease(held) => match self.run(&call, held, &mut handler, run).await {
+                        Some(conclusion) => conclusion,
+                        None => continue,
+                    },
                     Claimed::StoreDown { claim, .. }
                         if call.policy.store_down == StoreDown::RunUnprotected =>
                     {
                         // What is rare must not make the future of every request larger.
-                        Box::pin(self.run_unprotected(&call, &span, claim, &mut handler)).await
+                        Box::pin(self.run_unprotected(&call, claim, &mut handler)).await
                     }
                     Claimed::StoreDown { claim, in_doubt } => {
                         // What the store certainly has not done leaves nothing to free; and under load these
@@ -373,7 +367,6 @@ impl Engine {
     async fn run<T, H, F>(
         &self,
         call: &Arc<Call>,
-        span: &Span,
         held: Held,
         handler: &mut H,
         run: u32,
@@ -388,7 +381,8 @@ impl Engine {
         let _in_flight = Gauge::in_flight();
         let lost = CancellationToken::new();
         let fingerprint = call.fingerprints.current();
-        let owning = self.0.room.own(call.storage_key, fingerprint, lost.clone());
+        let until = since + policy.terms.lease;
+        let owning = self.0.room.own(call.storage_key, fingerprint, lost.clone(), until);
         let since = match self.freshened(&lease, since, granted, policy).await {
             Ok(since) => since,
             Err(rejection) => return Some(Conclusion::Refused(rejection)),
@@ -404,11 +398,12 @@ impl Engine {
             attachments: lease.attachments().clone(),
             may_repeat: lease.is_repeatable() && run < RUNS_MAX,
         };
-        let kept = Kept { engine: self, lease: &lease, policy, since, lost: &lost };
+        let kept =
+            Kept { engine: self, lease: &lease, policy, since, lost: &lost, owning: &owning };
         // Pinned here, and not handed on: it is large.
         let work = pin!(async {
             // The call itself may panic, not only the future it makes.
-            let ran = observe::outside(span, &call.span, async { handler(input).await });
+            let ran = async { handler(input).await }.instrument(call.span.clone());
             let ran = AssertUnwindSafe(ran).catch_unwind().await;
             let settle = match &ran {
                 Ok(ran) => ran.settle.clone(),
@@ -478,7 +473,6 @@ impl Engine {
     async fn run_unprotected<T, H, F>(
         &self,
         call: &Arc<Call>,
-        span: &Span,
         claim: Claim,
         handler: &mut H,
     ) -> Conclusion<T>
@@ -489,7 +483,7 @@ impl Engine {
     {
         let execution = Execution::unprotected(call);
         let input = Run { execution, attachments: http::Extensions::new(), may_repeat: false };
-        let ran = observe::outside(span, &call.span, async { handler(input).await });
+        let ran = async { handler(input).await }.instrument(call.span.clone());
         let ran = AssertUnwindSafe(ran).catch_unwind().await;
         // The claim may have reached the store after all. If so this settles it; if the store
         // comes back in time, the answer is kept for retries.

@@ -1,14 +1,11 @@
 //! What the engine tells of its work: one event and one count per outcome. Never a key, never a body.
 
-use std::pin::Pin;
-use std::task::{Context, Poll};
 use std::time::Duration;
 
 use metrics::{Key, Label, Level, Metadata};
 use tokio::time::Instant;
 use tracing::Span;
 use tracing::field::Empty;
-use tracing::instrument::{Instrument as _, Instrumented};
 
 use crate::error::{RejectionKind, StoreErrorKind};
 use crate::record::{ClaimOutcome, Grant};
@@ -182,38 +179,6 @@ pub(super) fn span(key: StorageKey, came_in: &Span) -> Span {
         attempt = Empty,
         takeover = Empty,
     )
-}
-
-/// Runs a handler in the span that its request came in, and not in ours around it: handlers record fields in the
-/// current one.
-pub(super) fn outside<F: Future>(ours: &Span, came_in: &Span, handler: F) -> Outside<F> {
-    Outside { ours: ours.clone(), handler: handler.instrument(came_in.clone()) }
-}
-
-pin_project_lite::pin_project! {
-    /// See [`outside`].
-    pub(super) struct Outside<F> {
-        ours: Span,
-        #[pin]
-        handler: Instrumented<F>,
-    }
-}
-
-impl<F: Future> Future for Outside<F> {
-    type Output = F::Output;
-
-    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<F::Output> {
-        struct Left<'a>(&'a Span);
-        impl Drop for Left<'_> {
-            fn drop(&mut self) {
-                self.0.with_subscriber(|(id, subscriber)| subscriber.enter(id));
-            }
-        }
-        let this = self.project();
-        this.ours.with_subscriber(|(id, subscriber)| subscriber.exit(id));
-        let _entered_again = Left(this.ours);
-        this.handler.poll(cx)
-    }
 }
 
 /// Adds to the span which run this is.

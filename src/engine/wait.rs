@@ -67,6 +67,8 @@ struct Running {
     fingerprint: Fingerprint,
     /// Its lease is lost: by now the store may know of another one.
     lost: CancellationToken,
+    /// Until then it has its lease, by the clock of this process.
+    until: Instant,
 }
 
 /// The end of a twin in this process.
@@ -139,11 +141,12 @@ impl Room {
         key: StorageKey,
         fingerprint: Fingerprint,
         lost: CancellationToken,
+        until: Instant,
     ) -> Owning {
         let mut keys = self.lock();
         let entry = keys.by_key.entry(key).or_default();
         entry.owners += 1;
-        entry.running = (entry.owners == 1).then_some(Running { fingerprint, lost });
+        entry.running = (entry.owners == 1).then_some(Running { fingerprint, lost, until });
         drop(keys);
         Owning { room: Arc::clone(self), key, stored: None }
     }
@@ -158,7 +161,8 @@ impl Room {
         let keys = self.lock();
         let running = keys.by_key.get(&key)?.running.as_ref()?;
         let same = fingerprints.compare(running.fingerprint) == Comparison::Same;
-        if same && !running.lost.is_cancelled() { self.seat(keys, key) } else { None }
+        let holds = !running.lost.is_cancelled() && Instant::now() < running.until;
+        if same && holds { self.seat(keys, key) } else { None }
     }
 
     /// A seat, or `None` if too many wait already.
@@ -196,6 +200,15 @@ impl Room {
 }
 
 impl Owning {
+    /// Says that the lease was renewed.
+    pub(super) fn holds_until(&self, until: Instant) {
+        let mut keys = self.room.lock();
+        let entry = keys.by_key.get_mut(&self.key);
+        if let Some(running) = entry.and_then(|entry| entry.running.as_mut()) {
+            running.until = until;
+        }
+    }
+
     /// Ends it with what it stored.
     pub(super) fn stored(mut self, stored: Stored) {
         self.stored = Some(stored);
@@ -317,7 +330,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn the_end_of_a_twin_in_this_process_wakes_all_waiters_at_once() {
         let room = Room::new(WaitLimits::default());
-        let owning = room.own(KEY, print(), CancellationToken::new());
+        let owning = room.own(KEY, print(), CancellationToken::new(), soon());
         let start = Instant::now();
         let waiters: Vec<_> = (0..50)
             .map(|_| {

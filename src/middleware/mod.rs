@@ -12,8 +12,7 @@
 //! 3. *The scope.* Who is calling? Nobody: 401.
 //! 4. *The body* is read whole, within a limit. A client that leaves now leaves no trace.
 //! 5. *The fingerprint* is made from method, whole path, query, media type and body.
-//! 6. *The claim.* No client that leaves interrupts the rest: dropped with its request, it goes on in a task of its
-//!    own.
+//! 6. *The claim.* The rest runs in a task of its own, which no client that leaves can interrupt.
 //! 7. *The handler* finds [`IdempotencyKey`](crate::IdempotencyKey) and [`Execution`](crate::Execution) in
 //!    the request's extensions (with axum: as extractors).
 //! 8. *The answer* is read whole, stored, and only then sent.

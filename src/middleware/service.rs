@@ -14,6 +14,7 @@ use http::request::Parts;
 use http::{HeaderValue, Request, Response, StatusCode};
 use http_body::Body;
 use http_body_util::{BodyExt as _, LengthLimitError, Limited};
+use tokio::sync::Notify;
 use tokio::time::timeout;
 use tower_service::Service;
 use tracing::Span;
@@ -184,7 +185,7 @@ fn whole_path(parts: &Parts) -> &str {
 /// Takes a covered request from its body to its answer.
 ///
 /// The body is read here, in the connection's future: a client that leaves meanwhile leaves no
-/// trace. All that follows is the engine's, and goes on when this future is dropped.
+/// trace. All that follows runs in a task of the engine.
 ///
 /// No async fn: those keep all they are given twice.
 fn cover<S, ReqBody, ResBody>(
@@ -235,12 +236,16 @@ where
             return Ok(refused(RejectionKind::ScopeMissing, None, Some(&key), &config));
         };
         let storage_key = StorageKey::new(&identity, &key);
-        let policy = Arc::clone(&config.policy);
-        let span = Span::current();
-        let key_again = key.clone();
-        let call =
-            Call { key: key_again, storage_key, caller, identity, fingerprints, policy, span };
-        let call = Arc::new(call);
+        let call = Arc::new(Call {
+            key: key.clone(),
+            storage_key,
+            caller,
+            identity,
+            fingerprints,
+            policy: Arc::clone(&config.policy),
+            span: Span::current(),
+            departure: Notify::new(),
+        });
         // Only a guard wants to know again who asked.
         let asker =
             config.replay_guard.as_ref().map(|guard| Box::new((guard.clone(), parts.clone())));

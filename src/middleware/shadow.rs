@@ -7,7 +7,7 @@ use bytes::Bytes;
 use http::request::Parts;
 use http::{Request, Response};
 use http_body::Body;
-use tokio::sync::oneshot;
+use tokio::sync::{Notify, oneshot};
 use tower_service::Service;
 use tracing::Span;
 
@@ -111,6 +111,7 @@ fn judge(
         policy,
         identity,
         span: Span::current(),
+        departure: Notify::new(),
     };
     let (tell, told) = oneshot::channel();
     engine.watch(call, told);

@@ -322,7 +322,7 @@ async fn c12_a_primary_under_sentinels_killed_under_load_charges_nobody_twice() 
     crowd.go_on(30).await;
     let first = group.servers[0].port();
     let (primary, replicas) = group.servers.split_first_mut().unwrap();
-    kill_ahead_of(primary, &replicas.iter().map(|replica| &*replica).collect::<Vec<_>>()).await;
+    kill_ahead_of(primary, &replicas.iter().collect::<Vec<_>>()).await;
     crowd.have_ended("come back", 2).await;
     group.wait_for_failover_from(first);
     // It comes back as a replica, so that there are two again.

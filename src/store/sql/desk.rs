@@ -14,6 +14,7 @@ use futures_util::FutureExt as _;
 use futures_util::future::BoxFuture;
 use tokio::sync::Notify;
 
+use super::unstoppable::Unstoppable;
 use crate::by_digest::DigestMap;
 use crate::error::StoreError;
 use crate::fingerprint::{Comparison, Fingerprints};
@@ -21,7 +22,6 @@ use crate::record::{Claim, ClaimOutcome};
 use crate::scope::StorageKey;
 use crate::store::Lease;
 use crate::token::HolderId;
-use crate::unstoppable::Unstoppable;
 
 type Answer = Result<ClaimOutcome<Lease>, StoreError>;
 

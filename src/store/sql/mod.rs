@@ -28,6 +28,7 @@ mod session;
 pub mod sqlite;
 mod transactional;
 mod tx;
+mod unstoppable;
 
 use bytes::Bytes;
 use futures_util::future::BoxFuture;

@@ -17,6 +17,7 @@ use super::lease::LeaseCore;
 use super::line::Line;
 use super::session::bounded;
 use super::tx::{Open, Unit};
+use super::unstoppable::Unstoppable;
 use super::{Backend, Opening, Row, Weight, step, task_gone, weigh};
 use crate::error::{StoreError, StoreErrorKind};
 use crate::record::{
@@ -25,7 +26,6 @@ use crate::record::{
 };
 use crate::scope::StorageKey;
 use crate::store::Lease;
-use crate::unstoppable::Unstoppable;
 
 /// The part of a transactional store that knows no particular database.
 pub(super) struct Core<DB: Backend>(Arc<Shared<DB>>);
