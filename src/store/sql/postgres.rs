@@ -543,14 +543,14 @@ const TRUSTED: Duration = Duration::from_secs(1);
 
 async fn connect(url: &str, pool: PgPoolOptions) -> Result<PgPool, StoreError> {
     let options: PgConnectOptions =
-        url.parse().map_err(|error| not_done::<Postgres>("connect", error))?;
+        url.parse().map_err(|error| not_done::<Postgres>("connect", error).saying_why())?;
     let pool = pool
         .max_connections(CONNECTIONS)
         .acquire_timeout(CONNECT_WITHIN)
         .connect_lazy_with(options);
     match pool.acquire().await {
         Ok(_) => Ok(pool),
-        Err(error) => Err(not_done::<Postgres>("connect", reason(&pool, error).await)),
+        Err(error) => Err(not_done::<Postgres>("connect", reason(&pool, error).await).saying_why()),
     }
 }
 
@@ -574,7 +574,9 @@ async fn migrate(pool: &PgPool) -> Result<(), StoreError> {
             Err(error) if weigh_of(&error) == Weight::Locked && tries < MIGRATION_TRIES => {
                 tokio::time::sleep(MIGRATION_PAUSE).await;
             }
-            made => return made.map_err(|error| not_done::<Postgres>("migrate", error)),
+            made => {
+                return made.map_err(|error| not_done::<Postgres>("migrate", error).saying_why());
+            }
         }
     }
 }

@@ -323,7 +323,9 @@ async fn open(path: &Path) -> Result<SqlitePool, StoreError> {
 fn options(path: &Path) -> Result<SqliteConnectOptions, StoreError> {
     if path.as_os_str() == ":memory:" {
         let why = "a database in memory belongs to one connection: give a file";
-        return Err(StoreError::new(StoreErrorKind::Backend, "sqlite", "open").with_source(why));
+        return Err(StoreError::new(StoreErrorKind::Backend, "sqlite", "open")
+            .with_source(why)
+            .saying_why());
     }
     Ok(SqliteConnectOptions::new()
         .filename(path)
@@ -346,7 +348,9 @@ async fn connect(options: SqliteConnectOptions) -> Result<SqlitePool, StoreError
                 tries += 1;
                 tokio::time::sleep(OPENING_PAUSE).await;
             }
-            opened => return opened.map_err(|error| not_done::<Sqlite>("open", error)),
+            opened => {
+                return opened.map_err(|error| not_done::<Sqlite>("open", error).saying_why());
+            }
         }
     }
 }
@@ -355,11 +359,13 @@ async fn durable(pool: &SqlitePool) -> Result<(), StoreError> {
     let level: i64 = sqlx::query_scalar("PRAGMA synchronous")
         .fetch_one(pool)
         .await
-        .map_err(|error| not_done::<Sqlite>("open", error))?;
+        .map_err(|error| not_done::<Sqlite>("open", error).saying_why())?;
     // 2 is FULL, 3 is EXTRA.
     if level < 2 {
         let why = "synchronous is below FULL: a power cut would lose commits";
-        return Err(StoreError::new(StoreErrorKind::Backend, "sqlite", "open").with_source(why));
+        return Err(StoreError::new(StoreErrorKind::Backend, "sqlite", "open")
+            .with_source(why)
+            .saying_why());
     }
     Ok(())
 }
@@ -380,5 +386,5 @@ async fn migrate(pool: &SqlitePool) -> Result<(), StoreError> {
         sqlx::raw_sql(SCHEMA).execute(&mut *transaction).await?;
         transaction.commit().await
     };
-    made.await.map_err(|error| not_done::<Sqlite>("migrate", error))
+    made.await.map_err(|error| not_done::<Sqlite>("migrate", error).saying_why())
 }

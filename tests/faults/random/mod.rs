@@ -408,7 +408,8 @@ async fn rounds(recovery: &str, promise: Promise) {
     let end = Instant::now() + Duration::from_secs(minutes * 60) / 3;
     for seed in first.. {
         let left = end.saturating_duration_since(Instant::now());
-        println!("== {recovery}: FAULTS_SEED={seed}");
+        let again = if minutes > 0 { "--soak MINUTES" } else { "--test faults random::faults" };
+        println!("== {recovery}: FAULTS_SEED={seed} tests/run {again}");
         round(recovery, promise, seed, left.min(ROUND)).await;
         if Instant::now() >= end {
             return;
