@@ -145,8 +145,11 @@ impl Sql {
          WHERE storage_key = $1 AND record = $5
            AND set_config('statement_timeout', '0', true) IS NOT NULL";
     const REMOTE: bool = true;
-    const WHY_READ_ONLY: Option<&str> = Some(WHY_READ_ONLY);
     const CLOSING_COMMITS: bool = false;
+
+    async fn why_read_only(connection: &mut PgConnection) -> sqlx::Result<Option<String>> {
+        sqlx::query_scalar(WHY_READ_ONLY).fetch_one(connection).await
+    }
 
     /// A transaction with a failed statement stays open, and refuses every other one.
     fn ends(_: &str) -> bool {
