@@ -477,7 +477,7 @@ impl Store for RedisStore {
                 Some((name, error)) => {
                     let error = self.explain(error, "ready").await;
                     Err(match name {
-                        Some(name) => setup::of_master(name, error),
+                        Some(name) => setup::of_master(name, &error),
                         None => error,
                     })
                 }

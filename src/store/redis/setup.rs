@@ -128,7 +128,7 @@ impl SetupError {
 }
 
 /// Says which one of several servers it was.
-pub(super) fn of_master(name: &str, error: StoreError) -> StoreError {
+pub(super) fn of_master(name: &str, error: &StoreError) -> StoreError {
     let told = error.reason().map_or_else(|| error.to_string(), ToString::to_string);
     let named = OfMaster { name: name.into(), told };
     StoreError::new(error.kind(), NAME, error.operation()).with_source(named).saying_why()
