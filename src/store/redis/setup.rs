@@ -177,3 +177,23 @@ pub(super) fn pattern(prefix: &str) -> Box<str> {
 fn of(primary: &Option<Box<str>>) -> String {
     primary.as_ref().map_or_else(String::new, |primary| format!(" of {primary}"))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_documents_list_the_rights_that_a_message_asks_for() {
+        for page in [include_str!("../../../README.md"), include_str!("../../guide/redis.md")] {
+            for right in [RIGHTS, "`+select`", "`+wait`", &*pattern("idem")] {
+                assert!(page.contains(right), "{right}");
+            }
+        }
+    }
+
+    #[test]
+    fn what_has_a_meaning_in_patterns_is_taken_as_it_stands() {
+        assert_eq!(&*pattern("pay-prod:idem"), "~pay-prod:idem:*");
+        assert_eq!(&*pattern(r"a*b?c[d]\e"), r"~a\*b\?c\[d\]\\e:*");
+    }
+}
