@@ -321,7 +321,7 @@ async fn who_cannot_be_reached_is_named_by_host_and_port() {
         format!("redis+sentinel://pay:{SECRET}@127.0.0.1:{port}/main"),
         format!("redis+cluster://pay:{SECRET}@127.0.0.1:{port}"),
     ] {
-        let hasty = patient().connect_timeout(Duration::from_millis(500));
+        let hasty = patient().connect_timeout(Duration::from_millis(1_500));
         let (kind, told) = told(&hasty.connect(&url).await.unwrap_err());
         assert_eq!(kind, StoreErrorKind::Unavailable, "{told}");
         let place = format!("nobody listens at 127.0.0.1:{port} (");

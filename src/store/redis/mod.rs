@@ -142,7 +142,8 @@ impl RedisStore {
     ///   answer (after a few seconds at the latest), it is a replica or still loading, the cluster is down;
     /// - [`Backend`](StoreErrorKind::Backend) for what does not: an address that cannot be read or that leads
     ///   to another kind of server than it says (a Sentinel, one node of a cluster, one that speaks TLS or
-    ///   does not), a wrong user or password, a right that is missing, a server older than 7.0.
+    ///   does not), a wrong user or password, a certificate that is refused, a right that is missing, a server
+    ///   older than 7.0.
     pub async fn connect(url: &str) -> Result<Self, StoreError> {
         Self::builder().connect(url).await
     }
