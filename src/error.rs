@@ -76,7 +76,11 @@ pub enum ConfigError {
     ProblemBase(String),
 }
 
-/// A store could not do what it was asked. One word wide; the cause is its [`source`](StdError::source).
+/// A store could not do what it was asked. One word wide; the cause is its [`reason`](Self::reason).
+///
+/// An error of setting a store up, of a check or of [`ready`](crate::Store::ready) says its cause in its
+/// `Display`, since whoever prints it wants to know what to change: `{error}` is enough, and its
+/// [`source`](StdError::source) is what that leaves out. All others leave the cause to their source.
 ///
 /// Neither `Display` nor `Debug` shows a key or a body.
 pub struct StoreError(Box<Inner>);
@@ -86,6 +90,8 @@ struct Inner {
     store: &'static str,
     operation: &'static str,
     source: Option<Box<dyn StdError + Send + Sync>>,
+    /// `Display` says the cause, and `source` what comes behind it.
+    says_why: bool,
 }
 
 /// What a store error means for the caller.
@@ -109,7 +115,7 @@ impl StoreError {
     /// An error of `store` while doing `operation`.
     #[must_use]
     pub fn new(kind: StoreErrorKind, store: &'static str, operation: &'static str) -> Self {
-        Self(Box::new(Inner { kind, store, operation, source: None }))
+        Self(Box::new(Inner { kind, store, operation, source: None, says_why: false }))
     }
 
     /// Adds the cause.
@@ -117,6 +123,28 @@ impl StoreError {
     pub fn with_source(mut self, source: impl Into<Box<dyn StdError + Send + Sync>>) -> Self {
         self.0.source = Some(source.into());
         self
+    }
+
+    /// Says the cause itself, for readers who want to know what to change.
+    #[cfg(any(feature = "redis", feature = "postgres", feature = "sqlite"))]
+    #[must_use]
+    pub(crate) fn saying_why(mut self) -> Self {
+        self.0.says_why = true;
+        self
+    }
+
+    /// The same, and it means something else.
+    #[cfg(feature = "redis")]
+    #[must_use]
+    pub(crate) fn of_kind(mut self, kind: StoreErrorKind) -> Self {
+        self.0.kind = kind;
+        self
+    }
+
+    /// The cause, whether it is told by `Display` already or not.
+    #[must_use]
+    pub fn reason(&self) -> Option<&(dyn StdError + 'static)> {
+        self.0.source.as_deref().map(|source| source as _)
     }
 
     /// What it means.
@@ -140,7 +168,10 @@ impl StoreError {
 
 impl fmt::Display for StoreError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Inner { kind, store, operation, .. } = &*self.0;
+        let Inner { kind, store, operation, source, says_why } = &*self.0;
+        if let (Some(cause), true) = (source, says_why) {
+            return write!(f, "{store} store, {operation}: {cause}");
+        }
         let meaning = match kind {
             StoreErrorKind::Unavailable => "is unavailable",
             StoreErrorKind::OutcomeUnknown => "did not say whether it was done",
@@ -154,7 +185,7 @@ impl fmt::Display for StoreError {
 
 impl fmt::Debug for StoreError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Inner { kind, store, operation, source } = &*self.0;
+        let Inner { kind, store, operation, source, says_why: _ } = &*self.0;
         f.debug_struct("StoreError")
             .field("kind", kind)
             .field("store", store)
@@ -166,8 +197,19 @@ impl fmt::Debug for StoreError {
 
 impl StdError for StoreError {
     fn source(&self) -> Option<&(dyn StdError + 'static)> {
-        self.0.source.as_deref().map(|source| source as _)
+        let cause = self.reason()?;
+        if self.0.says_why { untold(&cause.to_string(), cause) } else { Some(cause) }
     }
+}
+
+/// The first cause that has not been told: some errors say with their own words what their cause says again, and whoever
+/// prints a chain of causes would print it twice.
+pub(crate) fn untold<'a>(
+    told: &str,
+    error: &'a (dyn StdError + 'static),
+) -> Option<&'a (dyn StdError + 'static)> {
+    std::iter::successors(error.source(), |&cause| cause.source())
+        .find(|cause| !told.contains(&cause.to_string()))
 }
 
 /// A checkpoint was not made, or cannot be read.
@@ -309,6 +351,29 @@ mod tests {
         let error = StoreError::new(StoreErrorKind::Unavailable, "redis", "claim")
             .with_source(std::io::Error::other("refused"));
         assert_eq!(error.to_string(), "redis store, claim: is unavailable");
+        assert_eq!(StdError::source(&error).unwrap().to_string(), "refused");
+    }
+
+    #[cfg(any(feature = "redis", feature = "postgres", feature = "sqlite"))]
+    #[test]
+    fn an_error_that_says_why_says_it_once() {
+        #[derive(Debug, thiserror::Error)]
+        #[error("nobody listens ({0})")]
+        struct Repeating(#[source] std::io::Error);
+
+        #[derive(Debug, thiserror::Error)]
+        #[error("no connection")]
+        struct Silent(#[source] std::io::Error);
+
+        let refused = || std::io::Error::other("refused");
+        let error = StoreError::new(StoreErrorKind::Unavailable, "redis", "connect");
+        assert_eq!(error.to_string(), "redis store, connect: is unavailable");
+        let error = error.with_source(Repeating(refused())).saying_why();
+        assert_eq!(error.to_string(), "redis store, connect: nobody listens (refused)");
+        assert!(StdError::source(&error).is_none(), "it has been said");
+        assert!(error.reason().unwrap().is::<Repeating>());
+        let error = error.with_source(Silent(refused()));
+        assert_eq!(error.to_string(), "redis store, connect: no connection");
         assert_eq!(StdError::source(&error).unwrap().to_string(), "refused");
     }
 }

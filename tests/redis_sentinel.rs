@@ -5,7 +5,6 @@
 
 mod support;
 
-use std::error::Error as _;
 use std::time::{Duration, Instant};
 
 use support::groups::SentinelGroup;
@@ -105,7 +104,7 @@ async fn dead_and_ignorant_sentinels_are_outvoted() {
     let nobody = group.url().replace("/main", "/other");
     let error = RedisStore::connect(&nobody).await.unwrap_err();
     assert_eq!(error.kind(), StoreErrorKind::Backend, "all of them say so: {error:?}");
-    let cause = error.source().unwrap().to_string();
+    let cause = error.to_string();
     assert!(cause.contains("no Sentinel watches a master named \"other\""), "{error:?}");
 
     for sentinel in &mut group.sentinels {

@@ -5,7 +5,6 @@
 
 mod support;
 
-use std::error::Error as _;
 use std::time::Duration;
 
 use support::redis::RedisServer;
@@ -49,7 +48,7 @@ async fn b16_a_server_that_could_lose_records_is_named_and_refused_on_request() 
         let server = RedisServer::start_with(options);
         let error = refusing().connect(&server.url()).await.unwrap_err();
         assert_eq!(error.kind(), StoreErrorKind::Backend, "{error:?}");
-        let cause = error.source().unwrap().to_string();
+        let cause = error.to_string();
         for hint in hints {
             assert!(cause.contains(hint), "{options:?}: {cause}");
         }
@@ -67,7 +66,7 @@ async fn b16_what_is_wrong_with_a_full_server_is_said_too() {
     let store = patient().connect(&server.url()).await.unwrap();
     assert!(store.check().await.unwrap().contains(&Concern::NotPersistent));
     let error = refusing().connect(&server.url()).await.unwrap_err();
-    assert!(error.source().unwrap().to_string().contains("appendonly yes"), "{error:?}");
+    assert!(error.to_string().contains("appendonly yes"), "{error:?}");
 }
 
 #[tokio::test]
@@ -77,13 +76,13 @@ async fn b16_replicas_are_compared_with_what_is_waited_for() {
     let expected = [Concern::TooFewReplicas { confirmed: 0, needed: 1 }];
     assert_eq!(none.check().await.unwrap(), expected, "a start is possible, and a word is said");
     let error = refusing().wait(1).connect(&server.url()).await.unwrap_err();
-    assert!(error.source().unwrap().to_string().contains("wait(1)"), "{error:?}");
+    assert!(error.to_string().contains("wait(1)"), "{error:?}");
 
     let _replica = server.start_replica(server.port());
     server.wait_for_replicas(1);
     refusing().wait(1).connect(&server.url()).await.unwrap();
     let error = refusing().connect(&server.url()).await.unwrap_err();
-    let cause = error.source().unwrap().to_string();
+    let cause = error.to_string();
     assert!(cause.contains("1 replicas and wait(0)") && cause.contains("set wait(1)"), "{cause}");
 }
 
@@ -125,14 +124,14 @@ async fn b16_a_user_with_the_least_rights_works_and_what_is_hidden_is_said() {
         server.cli(&["acl", "setuser", "pay", &format!("-{right}")]);
         let error = RedisStore::connect(&url).await.unwrap_err();
         assert_eq!(error.kind(), StoreErrorKind::Backend, "{missing}: {error:?}");
-        let cause = error.source().unwrap().to_string();
+        let cause = error.to_string();
         assert!(cause.contains("grant it `+eval"), "{missing}: {cause}");
         assert!(cause.contains(&format!("may not run `{right}`")), "{missing}: {cause}");
         server.cli(&["acl", "setuser", "pay", missing]);
     }
     server.cli(&["acl", "setuser", "pay", "resetkeys", "~other:*"]);
     let error = RedisStore::connect(&url).await.unwrap_err();
-    assert!(error.source().unwrap().to_string().contains("prefix"), "{error:?}");
+    assert!(error.to_string().contains("prefix"), "{error:?}");
     works(&RedisStore::builder().prefix("other").connect(&url).await.unwrap()).await;
 
     // Without the right to WAIT no replica is ever counted.

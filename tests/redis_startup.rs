@@ -11,7 +11,8 @@ use std::time::Duration;
 use support::groups::RedisCluster;
 use support::redis::{RedisServer, free_port};
 use support::store::{completion, granted, new_key, works};
-use tower_idempotency::store::redis::{Concern, RedisStoreBuilder, StartupChecks};
+use tower_idempotency::store::redis::deadpool_redis::{Manager, Pool, Runtime};
+use tower_idempotency::store::redis::{Concern, RedisAddress, RedisStoreBuilder, StartupChecks};
 use tower_idempotency::{RedisStore, Store as _, StoreError, StoreErrorKind};
 
 const SECRET: &str = "s3cret-of-pay";
@@ -283,4 +284,254 @@ async fn no_cause_is_told_twice() {
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
     }
+}
+
+#[tokio::test]
+async fn what_a_program_prints_without_looking_for_causes_says_what_to_change() {
+    let port = free_port();
+    let error = patient().connect(&format!("redis://127.0.0.1:{port}/")).await.unwrap_err();
+    let printed = error.to_string();
+    assert!(printed.contains("refused") && printed.contains("correct the address"), "{printed}");
+    assert!(error.source().is_none(), "whoever prints causes too prints nothing twice: {error:?}");
+    assert!(error.reason().is_some(), "{error:?}");
+    // As `main() -> Result<(), Box<dyn Error>>` does.
+    let of_main = format!("{:?}", Box::<dyn std::error::Error>::from(error));
+    assert!(of_main.contains(&format!("127.0.0.1:{port}")), "{of_main}");
+
+    let mut server = RedisServer::start();
+    let store = patient().connect(&server.url()).await.unwrap();
+    server.cli(&["acl", "setuser", "default", "-pexpire"]);
+    let printed = store.ready().await.unwrap_err().to_string();
+    assert!(printed.contains("may not run `pexpire`"), "{printed}");
+    let printed = store.check().await.unwrap_err().to_string();
+    assert!(printed.contains("may not run `pexpire`"), "{printed}");
+    server.kill();
+    let printed = store.check().await.unwrap_err().to_string();
+    assert!(!printed.ends_with("is unavailable"), "{printed}");
+    let printed = "redis://h/?wait=x".parse::<RedisAddress>().unwrap_err().to_string();
+    assert!(printed.contains("?wait=2"), "{printed}");
+}
+
+#[tokio::test]
+async fn who_cannot_be_reached_is_named_by_host_and_port() {
+    let port = free_port();
+    for url in [
+        format!("redis://pay:{SECRET}@127.0.0.1:{port}/"),
+        format!("redis://pay:{SECRET}@127.0.0.1:{port}/?protocol=resp3"),
+        format!("redis+sentinel://pay:{SECRET}@127.0.0.1:{port}/main"),
+        format!("redis+cluster://pay:{SECRET}@127.0.0.1:{port}"),
+    ] {
+        let hasty = patient().connect_timeout(Duration::from_millis(1_500));
+        let (kind, told) = told(&hasty.connect(&url).await.unwrap_err());
+        assert_eq!(kind, StoreErrorKind::Unavailable, "{told}");
+        let place = format!("nobody listens at 127.0.0.1:{port} (");
+        assert!(told.contains(&place), "{told}");
+    }
+    // No name server has to be asked about a name that is too long for one.
+    let host = "h".repeat(70);
+    let (kind, said) = refused(&format!("redis://pay:{SECRET}@{host}:6379/")).await;
+    assert_eq!(kind, StoreErrorKind::Unavailable, "{said}");
+    assert!(said.contains(&format!("the host of {host}:6379 has no address")), "{said}");
+    let (_, said) = refused(&format!("unix:///nowhere/redis.sock?pass={SECRET}")).await;
+    assert!(said.contains("nobody listens at /nowhere/redis.sock"), "{said}");
+    // One that takes connections and says nothing.
+    let silent = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let place = silent.local_addr().unwrap();
+    let hasty = patient().connect_timeout(Duration::from_millis(200));
+    let error = hasty.connect(&format!("redis://pay:{SECRET}@{place}/")).await.unwrap_err();
+    let (_, said) = told(&error);
+    assert!(said.contains(&format!("{place} does not answer in time")), "{said}");
+}
+
+#[tokio::test]
+async fn a_password_that_is_not_percent_encoded_is_told_and_never_shown() {
+    let server = RedisServer::start();
+    let port = server.port();
+    for (mark, encoded) in [('/', "%2F"), ('#', "%23"), ('?', "%3F")] {
+        // Behind digits, what stands before the mark could be a port.
+        for before in [SECRET, "12"] {
+            for (scheme, path) in [
+                ("redis", ""),
+                ("redis", "/2?wait=1"),
+                ("redis+cluster", ""),
+                ("redis+sentinel", "/main"),
+            ] {
+                let url = format!("{scheme}://pay:{before}{mark}{SECRET}@127.0.0.1:{port}{path}");
+                let told = is_a_mistake(&url, &["percent-encoded", encoded]).await;
+                assert_eq!(
+                    url.parse::<RedisAddress>().unwrap_err().to_string().len() + "connect".len(),
+                    told.len() + "address".len(),
+                    "before anybody connects, in the same words"
+                );
+            }
+        }
+    }
+    for url in [
+        format!("redis://pay:%ff{SECRET}@127.0.0.1:{port}"),
+        format!("unix:///run/redis.sock?pass=a&{SECRET}"),
+        format!("unix:///run/redis.sock?pass=a#{SECRET}"),
+    ] {
+        is_a_mistake(&url, &["percent-encoded", "& as %26"]).await;
+    }
+    // What works is left alone; and where a password is read as another one, it is told how to write it.
+    server.cli(&["acl", "setuser", "pay", "on", ">a/b@c#d%41", "~*", "+@all"]);
+    let at = |password: &str| format!("redis://pay:{password}@127.0.0.1:{port}/");
+    works(&patient().connect(&at("a%2Fb@c%23d%2541")).await.unwrap()).await;
+    works(&patient().connect(&at("a%2Fb%40c%23d%2541")).await.unwrap()).await;
+    is_a_mistake(&at("a%2Fb@c%23d%41"), &["WRONGPASS", "% as %25"]).await;
+}
+
+#[tokio::test]
+async fn an_address_that_cannot_be_read_is_told_with_one_that_can() {
+    for (url, words) in [
+        ("localhost:6379", &["begins with a scheme", "redis://localhost:6379"][..]),
+        ("pay:s3cret-of-pay@localhost", &["begins with a scheme"]),
+        ("", &["begins with a scheme"]),
+        ("redis:localhost:6379", &["begins with a scheme"]),
+        (
+            "redis://host:99999",
+            &["the port is no number from 1 to 65535", "redis://localhost:6379"],
+        ),
+        ("redis://host:0", &["the port is no number"]),
+        ("redis://host:abc", &["the port is no number", "user:password@localhost"]),
+        ("redis://pay:s3cret-of-pay", &["the port is no number", "user:password@localhost"]),
+        ("redis://::1:6379", &["redis://[::1]:6379"]),
+        ("redis+sentinel://a:1,b:x/main", &["the port is no number"]),
+        ("redis+cluster://a:1,:2", &["names no host"]),
+        ("redis://", &["names no host"]),
+        ("redis://a:1,b:2", &["redis+cluster://", "redis+sentinel://"]),
+        ("redis://host/pay", &["the database is no number", "redis://localhost:6379/0"]),
+        ("redis+sentinel://host/main/pay", &["the database is no number"]),
+        ("http://host", &["\"http\"", "known are redis, rediss"]),
+    ] {
+        let told = is_a_mistake(url, words).await;
+        assert!(!told.contains("InvalidClientConfig"), "{told}");
+    }
+}
+
+#[tokio::test]
+async fn a_database_that_is_refused_is_told_with_the_right_that_is_missing() {
+    let server = RedisServer::start();
+    server.cli(&["acl", "setuser", "pay", "on", ">right", "~*", "+@all", "-select"]);
+    let at = |database: u32| format!("redis://pay:right@127.0.0.1:{}/{database}", server.port());
+    works(&patient().connect(&at(0)).await.unwrap()).await;
+    is_a_mistake(&at(2), &["refuses database 2", "`+select`"]).await;
+    is_a_mistake(&format!("{}?protocol=resp3", at(2)), &["`+select`"]).await;
+    let store = patient().pool(pool_at(&at(2))).unwrap();
+    let (kind, said) = told(&store.ready().await.unwrap_err());
+    assert_eq!(kind, StoreErrorKind::Backend, "{said}");
+    assert!(said.contains("`+select`"), "{said}");
+    server.cli(&["acl", "setuser", "pay", "+select"]);
+    works(&patient().connect(&at(2)).await.unwrap()).await;
+    is_a_mistake(&at(99), &["refuses database 99", "`databases`"]).await;
+    server.cli(&["config", "set", "requirepass", "right"]);
+    is_a_mistake(&format!("{}2", server.url()), &["asks for a password"]).await;
+    let node = RedisServer::start_with(&["--cluster-enabled", "yes"]);
+    is_a_mistake(&format!("{}2", node.url()), &["redis+cluster://"]).await;
+}
+
+#[tokio::test]
+async fn keys_that_the_user_may_not_use_are_told_with_the_pattern_to_grant() {
+    let server = RedisServer::start();
+    server.cli(&["acl", "setuser", "pay", "on", ">right", "~other:*", "+@all"]);
+    let url = format!("redis://pay:right@127.0.0.1:{}/", server.port());
+    is_a_mistake(&url, &["user ~idem:*`"]).await;
+    let prefixed = patient().prefix("pay[1]*");
+    let (kind, said) = told(&prefixed.clone().connect(&url).await.unwrap_err());
+    assert_eq!(kind, StoreErrorKind::Backend, "{said}");
+    assert!(said.contains(r"user ~pay\[1\]\*:*`"), "{said}");
+    server.cli(&["acl", "setuser", "pay", r"~pay\[1\]\*:*"]);
+    works(&prefixed.connect(&url).await.unwrap()).await;
+
+    // The records, but not what stands beside them.
+    server.cli(&["acl", "setuser", "pay", "resetkeys", "~idem:{*}"]);
+    is_a_mistake(&url, &["user ~idem:*`", "large answers"]).await;
+    // Reading only.
+    server.cli(&["acl", "setuser", "pay", "resetkeys", "%R~idem:*"]);
+    is_a_mistake(&url, &["user ~idem:*`"]).await;
+    // A command too: that is told with the pattern.
+    server.cli(&["acl", "setuser", "pay", "resetkeys", "~idem:*", "-pexpire"]);
+    is_a_mistake(&url, &["may not run `pexpire`", "`~idem:*`"]).await;
+    server.cli(&["acl", "setuser", "pay", "+pexpire"]);
+    let store = patient().connect(&url).await.unwrap();
+    server.cli(&["acl", "setuser", "pay", "resetkeys", "~other:*"]);
+    let (_, said) = told(&store.ready().await.unwrap_err());
+    assert!(said.contains("user ~idem:*`"), "{said}");
+}
+
+/// A pool as a program makes it.
+fn pool_at(url: &str) -> Pool {
+    let manager = Manager::new(url).unwrap();
+    Pool::builder(manager).max_size(2).runtime(Runtime::Tokio1).build().unwrap()
+}
+
+#[tokio::test]
+async fn a_pool_with_a_wrong_password_is_a_mistake_and_not_an_absent_server() {
+    let server = RedisServer::start();
+    server.cli(&["acl", "setuser", "pay", "on", ">right", "~*", "+@all"]);
+    let at = |password: &str| format!("redis://pay:{password}@127.0.0.1:{}/", server.port());
+    for protocol in ["", "?protocol=resp3"] {
+        let store = patient().pool(pool_at(&format!("{}{protocol}", at(SECRET)))).unwrap();
+        let claimed = store.claim(new_key(), &support::store::claim()).await;
+        for error in [
+            store.ready().await.unwrap_err(),
+            store.check().await.unwrap_err(),
+            claimed.unwrap_err(),
+        ] {
+            let (kind, told) = told(&error);
+            assert_eq!(kind, StoreErrorKind::Backend, "{told}");
+            assert!(told.contains("does not let the pool in"), "{told}");
+            assert!(told.contains("password") && told.contains("ACL LIST"), "{told}");
+        }
+    }
+    let store = patient().pool(pool_at(&at("right"))).unwrap();
+    store.ready().await.unwrap();
+    works(&store).await;
+    server.cli(&["config", "set", "requirepass", "right"]);
+    let store = patient().pool(pool_at(&server.url())).unwrap();
+    let (kind, said) = told(&store.ready().await.unwrap_err());
+    assert_eq!(kind, StoreErrorKind::Backend, "{said}");
+    assert!(said.contains("asks for a password"), "{said}");
+}
+
+#[tokio::test]
+async fn every_master_of_a_cluster_has_to_be_ready_and_the_one_that_is_not_is_named() {
+    let mut cluster = RedisCluster::start(3, 0);
+    let skipping = patient().startup_checks(StartupChecks::Skip);
+    let store = skipping.connect(&cluster.url()).await.unwrap();
+    let counted = |cluster: &RedisCluster| -> Vec<u64> {
+        cluster.nodes.iter().map(|node| node.calls_of("pexpiretime")).collect()
+    };
+    let before = counted(&cluster);
+    store.ready().await.unwrap();
+    let after = counted(&cluster);
+    assert!(
+        before.iter().zip(&after).all(|(before, after)| before < after),
+        "{before:?} {after:?}"
+    );
+    for node in &cluster.nodes {
+        assert_eq!(node.cli(&["keys", "*"]), "", "nothing is left behind");
+    }
+    // A right that one of them lacks.
+    for node in &cluster.nodes {
+        node.cli(&["acl", "setuser", "default", "-strlen"]);
+        let (kind, told) = told(&store.ready().await.unwrap_err());
+        node.cli(&["acl", "setuser", "default", "+strlen"]);
+        assert_eq!(kind, StoreErrorKind::Backend, "{told}");
+        assert!(
+            told.contains(&format!("the master 127.0.0.1:{} of the cluster", node.port())),
+            "{told}"
+        );
+        assert!(told.contains("may not run `strlen`"), "{told}");
+        store.ready().await.unwrap();
+    }
+    // Whichever it is that is killed.
+    let killed = cluster.nodes[1].port();
+    cluster.nodes[1].kill();
+    let begun = std::time::Instant::now();
+    let error = store.ready().await.unwrap_err();
+    assert!(begun.elapsed() < Duration::from_secs(16), "bounded: {:?}", begun.elapsed());
+    let (kind, said) = told(&error);
+    assert_ne!(kind, StoreErrorKind::Backend, "it may come back: {said}");
+    assert!(said.contains(&format!("the master 127.0.0.1:{killed} of the cluster")), "{said}");
 }

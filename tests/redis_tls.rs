@@ -4,7 +4,6 @@
 
 mod support;
 
-use std::error::Error as _;
 use std::time::Duration;
 
 use support::store::{completion, granted, new_key, works};
@@ -25,7 +24,7 @@ async fn a_tls_server_is_reached_once_the_program_has_chosen_a_provider() {
         }
         builder.connect(url).await
     };
-    let cause = |error: &tower_idempotency::StoreError| error.source().unwrap().to_string();
+    let cause = |error: &tower_idempotency::StoreError| error.to_string();
 
     for (scheme, path) in [("rediss", ""), ("rediss+sentinel", "main"), ("rediss+cluster", "")] {
         let url = format!("{scheme}://127.0.0.1:{open_port}/{path}");
@@ -42,8 +41,21 @@ async fn a_tls_server_is_reached_once_the_program_has_chosen_a_provider() {
     let shown = format!("{store:?}");
     assert!(!shown.contains("CERTIFICATE"), "{shown}");
 
-    let error = connect(None, &url).await.unwrap_err();
-    assert_eq!(error.kind(), StoreErrorKind::Unavailable, "an unknown authority: {error:?}");
+    // None of these passes by waiting.
+    let is_a_mistake = async |certificates: Option<TlsCertificates>, url: &str, words: &[&str]| {
+        let error = connect(certificates, url).await.unwrap_err();
+        assert_eq!(error.kind(), StoreErrorKind::Backend, "{error:?}");
+        for word in words {
+            assert!(cause(&error).contains(word), "no {word:?} in: {error:?}");
+        }
+    };
+    let place = format!("127.0.0.1:{open_port}");
+    for (scheme, path) in [("rediss", ""), ("rediss+cluster", "")] {
+        let url = format!("{scheme}://{place}/{path}");
+        is_a_mistake(None, &url, &[&place, "root_cert", "authority"]).await;
+    }
+    let other = Papers::new();
+    is_a_mistake(Some(other.authority()), &url, &[&place, "root_cert"]).await;
     let plain = format!("redis://127.0.0.1:{open_port}/");
     let error = connect(None, &plain).await.unwrap_err();
     assert_eq!(error.kind(), StoreErrorKind::Backend, "plain text to a TLS port: {error:?}");
@@ -65,9 +77,19 @@ async fn a_tls_server_is_reached_once_the_program_has_chosen_a_provider() {
     let (_strict, strict_port) = papers.serve("yes");
     let url = format!("rediss://127.0.0.1:{strict_port}/");
     works(&connect(Some(papers.both()), &url).await.unwrap()).await;
-    let error = connect(Some(papers.authority()), &url).await.unwrap_err();
-    assert_eq!(error.kind(), StoreErrorKind::Unavailable, "no client certificate: {error:?}");
+    is_a_mistake(Some(papers.authority()), &url, &["certificate of ours", "client_tls"]).await;
+    let strangers = TlsCertificates { client_tls: other.both().client_tls, ..papers.authority() };
+    is_a_mistake(Some(strangers), &url, &["certificate of ours", "client_tls"]).await;
     let nonsense =
         TlsCertificates { client_tls: None, root_cert: Some(b"no certificate".to_vec()) };
-    connect(Some(nonsense), &url).await.unwrap_err();
+    is_a_mistake(Some(nonsense), &url, &["PEM"]).await;
+
+    papers.sign("server", "DNS:elsewhere", "2");
+    let (_elsewhere, port) = papers.serve("no");
+    let url = format!("rediss://127.0.0.1:{port}/");
+    is_a_mistake(Some(papers.authority()), &url, &["not for the host", "subjectAltName"]).await;
+    papers.sign("server", "IP:127.0.0.1", "-1");
+    let (_over, port) = papers.serve("no");
+    let url = format!("rediss://127.0.0.1:{port}/");
+    is_a_mistake(Some(papers.authority()), &url, &["its time is over", "renew it"]).await;
 }

@@ -6,7 +6,6 @@
 mod support;
 
 use std::convert::Infallible;
-use std::error::Error as _;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
@@ -242,7 +241,7 @@ async fn a_standby_is_not_ready_until_it_is_promoted() {
     for store in &stores {
         let error = store.ready().await.unwrap_err();
         assert_eq!(error.kind(), StoreErrorKind::Unavailable, "{error:?}");
-        let reason = error.source().unwrap().to_string();
+        let reason = error.to_string();
         assert!(reason.contains("a standby") && reason.contains("primary"), "{reason}");
     }
     standby.psql("SELECT pg_promote()");

@@ -109,7 +109,7 @@ impl FromStr for StoreUrl {
             _ if scheme.starts_with("redis") => {
                 if rest.len() > 2 && rest.starts_with("//") {
                     let address = url.parse::<RedisAddress>();
-                    return address.map(Self::Redis).map_err(|error| match error.source() {
+                    return address.map(Self::Redis).map_err(|error| match error.reason() {
                         Some(reason) => reason.to_string(),
                         None => error.to_string(),
                     });

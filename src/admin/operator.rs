@@ -477,7 +477,7 @@ impl Operator {
         let noted = self.note(&entry).await;
         if let Err(error) = &noted {
             tracing::warn!(
-                target: AUDIT_TARGET, change = %ChangeId(entry.id), %error,
+                target: AUDIT_TARGET, change = %ChangeId(entry.id), error = ?error,
                 "the trail does not know what came of a change"
             );
         }

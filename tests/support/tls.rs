@@ -21,18 +21,23 @@ impl Papers {
         this.openssl(
             &[&["req", "-nodes", "-newkey", "rsa:2048", "-days", "2"][..], &authority].concat(),
         );
-        std::fs::write(this.path("names"), "subjectAltName=IP:127.0.0.1,DNS:localhost").unwrap();
         for side in ["server", "client"] {
             let (key, asked) = (format!("{side}.key"), format!("{side}.csr"));
             let subject = format!("/CN={side}");
             let request = ["req", "-nodes", "-newkey", "rsa:2048", "-subj", &subject];
             this.openssl(&[&request[..], &["-keyout", &key, "-out", &asked]].concat());
-            let signed = format!("{side}.crt");
-            let sign = ["x509", "-req", "-in", &asked, "-CA", "ca.crt", "-CAkey", "ca.key"];
-            let rest = ["-CAcreateserial", "-days", "2", "-extfile", "names", "-out", &signed];
-            this.openssl(&[&sign[..], &rest].concat());
+            this.sign(side, "IP:127.0.0.1,DNS:localhost", "2");
         }
         this
+    }
+
+    /// Signs the certificate of one side anew: for these names, from now on for so many days.
+    pub fn sign(&self, side: &str, names: &str, days: &str) {
+        std::fs::write(self.path("names"), format!("subjectAltName={names}")).unwrap();
+        let (asked, signed) = (format!("{side}.csr"), format!("{side}.crt"));
+        let sign = ["x509", "-req", "-in", &asked, "-CA", "ca.crt", "-CAkey", "ca.key"];
+        let rest = ["-CAcreateserial", "-days", days, "-extfile", "names", "-out", &signed];
+        self.openssl(&[&sign[..], &rest].concat());
     }
 
     fn openssl(&self, arguments: &[&str]) {

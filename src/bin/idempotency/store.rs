@@ -69,8 +69,7 @@ async fn redis(address: &RedisAddress, prefix: &str) -> Result<Arc<dyn Inspect>,
 
 #[cfg(feature = "redis")]
 fn redis_url(url: &str) -> Result<StoreUrl, String> {
-    use std::error::Error as _;
-    url.parse::<RedisAddress>().map(StoreUrl::Redis).map_err(|error| match error.source() {
+    url.parse::<RedisAddress>().map(StoreUrl::Redis).map_err(|error| match error.reason() {
         Some(reason) => reason.to_string(),
         None => error.to_string(),
     })

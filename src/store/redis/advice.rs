@@ -11,7 +11,7 @@ use tokio::time::timeout;
 
 use super::check::text;
 use super::connect::{Address, Failure, redis_error};
-use super::setup::SetupError;
+use super::setup::{SetupError, pattern};
 use super::{NAME, RedisStore, connect};
 use crate::error::{StoreError, StoreErrorKind};
 
@@ -23,8 +23,12 @@ const PROBED_WITHIN: Duration = Duration::from_secs(1);
 const SPREAD: usize = 64;
 
 impl RedisStore {
-    /// Says what to change, if that is known.
+    /// Says what to change, if that is known, and else what has happened.
     pub(super) async fn explain(&self, error: StoreError, operation: &'static str) -> StoreError {
+        self.advise(error, operation).await.saying_why()
+    }
+
+    async fn advise(&self, error: StoreError, operation: &'static str) -> StoreError {
         let is_cluster = self.0.connections.are_a_cluster();
         let cause = redis_error(&error).filter(|cause| connect::is_answer(cause));
         let Some(cause) = cause else {
@@ -42,7 +46,12 @@ impl RedisStore {
             Some("CLUSTERDOWN") if is_cluster => SetupError::ClusterDown(said()),
             Some("CLUSTERDOWN" | "MOVED" | "ASK") => SetupError::OneNodeOfCluster,
             _ if is_about_rights(cause) => {
-                SetupError::Rights { missing: self.missing().await, reason: said() }
+                let (missing, keys) = (self.missing().await, pattern(&self.0.prefix));
+                let reason = said();
+                match missing.is_empty() && is_about_keys(&reason) {
+                    true => SetupError::Keys { keys, reason },
+                    false => SetupError::Rights { missing, keys, reason },
+                }
             }
             _ if is_unknown_command(cause) => match self.watched().await {
                 Some(name) => SetupError::Sentinel(name),
@@ -167,6 +176,11 @@ pub(super) fn is_about_rights(error: &RedisError) -> bool {
         || error.to_string().contains("The user executing the script can't")
 }
 
+/// The words for it differ between versions, and in scripts.
+fn is_about_keys(reason: &str) -> bool {
+    reason.contains("access") && reason.contains("key")
+}
+
 fn is_unknown_command(error: &RedisError) -> bool {
     connect::is_unknown_command(error)
 }
@@ -193,7 +207,7 @@ pub(super) async fn of_no_connection(failure: Failure, address: &Address) -> Sto
     if kind == StoreErrorKind::OutcomeUnknown {
         kind = StoreErrorKind::Unavailable;
     }
-    StoreError::new(kind, NAME, "connect").with_source(failure.into_cause())
+    StoreError::new(kind, NAME, "connect").with_source(failure.into_cause()).saying_why()
 }
 
 /// Why a server does not say where the keys of a cluster are.

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use ::{deadpool_redis, redis};
 
+use super::RedisStore;
 use super::advice;
 use super::call::Wait;
 #[cfg(doc)]
@@ -17,7 +18,6 @@ use super::connect::{
 use super::place::RedisAddress;
 use super::script::Work;
 use super::setup::SetupError;
-use super::{NAME, RedisStore};
 use crate::error::{StoreError, StoreErrorKind};
 #[cfg(doc)]
 use crate::store::Store;
@@ -220,8 +220,7 @@ impl RedisStoreBuilder {
             Ok(()) => Ok(store),
             // Whether the mark was written makes no difference: the server is not there.
             Err(error) if error.kind() == StoreErrorKind::OutcomeUnknown => {
-                Err(StoreError::new(StoreErrorKind::Unavailable, NAME, "connect")
-                    .with_source(error))
+                Err(error.of_kind(StoreErrorKind::Unavailable))
             }
             Err(error) => Err(error),
         }

@@ -1,7 +1,6 @@
 //! Looking at the server before it is trusted.
 
 use std::collections::BTreeSet;
-use std::error::Error as _;
 use std::time::Duration;
 
 use ::redis::{Cmd, Value};
@@ -258,7 +257,7 @@ impl RedisStore {
             Ok(ClaimOutcome::Acquired(lease)) => lease,
             Ok(_) => return Err(StoreError::new(StoreErrorKind::Backend, NAME, operation)),
             Err(error) => {
-                let cause = error.source().and_then(|cause| cause.downcast_ref::<Shortfall>());
+                let cause = error.reason().and_then(|cause| cause.downcast_ref::<Shortfall>());
                 return match cause.cloned() {
                     Some(shortfall) => Ok(Some(shortfall)),
                     None => Err(error),
@@ -310,7 +309,7 @@ fn answered(
         Err(Failure::Refused(error)) => Ok(Err(error.to_string())),
         Err(failure) => {
             let error = StoreError::new(failure.kind(), NAME, operation);
-            Err(error.with_source(failure.into_cause()))
+            Err(error.with_source(failure.into_cause()).saying_why())
         }
     }
 }

@@ -140,12 +140,13 @@ impl RedisStore {
     /// [`wait(N)`](RedisStoreBuilder::wait). [`RedisAddress`] reads an address without connecting.
     ///
     /// # Errors
-    /// The cause is the error's [`source`](std::error::Error::source), and says what to change:
+    /// Printed with `{error}`, it says what to change:
     /// - [`Unavailable`](StoreErrorKind::Unavailable) for what may pass: there is no server, or it does not
     ///   answer (after a few seconds at the latest), it is a replica or still loading, the cluster is down;
     /// - [`Backend`](StoreErrorKind::Backend) for what does not: an address that cannot be read or that leads
     ///   to another kind of server than it says (a Sentinel, one node of a cluster, one that speaks TLS or
-    ///   does not), a wrong user or password, a right that is missing, a server older than 7.0.
+    ///   does not), a wrong user or password, a certificate that is refused, a right that is missing, a server
+    ///   older than 7.0.
     pub async fn connect(url: &str) -> Result<Self, StoreError> {
         Self::builder().connect(url).await
     }
@@ -284,6 +285,13 @@ impl RedisStore {
         outcome.map(Some).ok_or(refusal)
     }
 
+    /// Every command that requests need, on the server that has this key, with the scripts in full and by their names.
+    async fn ready_at(&self, mark: &str) -> Result<(), StoreError> {
+        let work = Work::Everything;
+        self.check_server_at(mark, "ready", work, Call::in_full).await?;
+        self.check_server_at(mark, "ready", work, |call| call.waiting(self.0.wait)).await
+    }
+
     async fn check_server(
         &self,
         operation: &'static str,
@@ -291,6 +299,17 @@ impl RedisStore {
         adapt: impl FnOnce(Call) -> Call,
     ) -> Result<(), StoreError> {
         let mark = format!("{}:{{ready}}", self.0.prefix);
+        self.check_server_at(&mark, operation, work, adapt).await
+    }
+
+    /// The same with this key, which leads to one of the servers.
+    async fn check_server_at(
+        &self,
+        mark: &str,
+        operation: &'static str,
+        work: Work,
+        adapt: impl FnOnce(Call) -> Call,
+    ) -> Result<(), StoreError> {
         let call = adapt(script::ready(mark.as_bytes(), work));
         // It overwrites whatever is under its key, so nothing there can be unreadable.
         let verb = Verb::new(operation, Urgency::Urgent, Readiness::Ready, script::readiness)
@@ -301,6 +320,9 @@ impl RedisStore {
         }
     }
 }
+
+/// How many servers of a cluster are asked at once whether they are ready.
+const ASKED_AT_ONCE: usize = 32;
 
 /// A further call of a claim, which as a whole takes no longer than any other verb. Boxed: what is rare must not
 /// make the future of every claim larger.
@@ -465,17 +487,35 @@ impl Store for RedisStore {
     /// and by its name. Fails with [`Backend`](StoreErrorKind::Backend) and the command's name when the
     /// user may not run one of them any more. Fails with [`Full`](StoreErrorKind::Full) when there is no room
     /// for new keys: what is stored can still be replayed then, and what runs can still end. With
-    /// [`wait`](RedisStoreBuilder::wait) it fails while replicas are missing.
+    /// [`wait`](RedisStoreBuilder::wait) it fails while replicas are missing. Of a cluster every master is asked,
+    /// all at once, and the one that fails is named.
     fn ready(&self) -> StoreFuture<'_, ()> {
         Box::pin(async move {
-            let ready = async {
-                let work = Work::Everything;
-                self.check_server("ready", work, Call::in_full).await?;
-                self.check_server("ready", work, |call| call.waiting(self.0.wait)).await
-            };
-            match ready.await {
-                Ok(()) => Ok(()),
-                Err(error) => Err(self.explain(error, "ready").await),
+            let marks = self.0.connections.marks(&self.0.prefix);
+            let mut failed: Option<(Option<&str>, StoreError)> = None;
+            for some in marks.chunks(ASKED_AT_ONCE) {
+                let asked = some.iter().map(|(_, mark)| self.ready_at(mark));
+                let answers = futures_util::future::join_all(asked).await;
+                for ((name, _), answer) in some.iter().zip(answers) {
+                    let Err(error) = answer else { continue };
+                    // One that is away counts for more than the others, who only say that the cluster is down.
+                    let is_worse = failed.as_ref().is_none_or(|(_, known)| {
+                        connect::is_told(known) && !connect::is_told(&error)
+                    });
+                    if is_worse {
+                        failed = Some((name.as_deref(), error));
+                    }
+                }
+            }
+            match failed {
+                None => Ok(()),
+                Some((name, error)) => {
+                    let error = self.explain(error, "ready").await;
+                    Err(match name {
+                        Some(name) => setup::of_master(name, &error),
+                        None => error,
+                    })
+                }
             }
         })
     }

@@ -12,7 +12,7 @@ use crate::error::{StoreError, StoreErrorKind};
 pub(super) const RIGHTS: &str = "+eval +evalsha +time +get +set +getrange +setrange +strlen +exists \
                                  +rename +unlink +pexpire +pexpiretime";
 
-/// Why a store could not be set up. The source of the error that is returned.
+/// Why a store could not be set up. The error that is returned says it.
 #[derive(thiserror::Error)]
 pub(super) enum SetupError {
     #[error(transparent)]
@@ -35,8 +35,13 @@ pub(super) enum SetupError {
     TooOld,
     #[error("the server could lose records: {}", list(.0))]
     Unsafe(Vec<Concern>),
-    #[error("{}; grant it `{RIGHTS}` on the keys of the prefix", lacking(.missing, .reason))]
-    Rights { missing: Vec<&'static str>, reason: Box<str> },
+    #[error("{}; grant it `{RIGHTS}` on the keys of the prefix, `{keys}`", lacking(.missing, .reason))]
+    Rights { missing: Vec<&'static str>, keys: Box<str>, reason: Box<str> },
+    #[error(
+        "the user may not read and write the keys of the store ({reason}); grant it all with the prefix, \
+         `ACL SETUSER user {keys}`: records, and large answers for the moment beside them"
+    )]
+    Keys { keys: Box<str>, reason: Box<str> },
     #[error(
         "the server asks for a password, and the address has none ({0}): write \
          redis://user:password@host, without a user for the user `default`; `ACL LIST` on the server \
@@ -106,6 +111,7 @@ impl SetupError {
             | Self::TooOld
             | Self::Unsafe(_)
             | Self::Rights { .. }
+            | Self::Keys { .. }
             | Self::PasswordMissing(_)
             | Self::Sentinel(_)
             | Self::OneNodeOfCluster
@@ -117,7 +123,29 @@ impl SetupError {
     }
 
     pub(super) fn into_store_error(self, operation: &'static str) -> StoreError {
-        StoreError::new(self.kind(), NAME, operation).with_source(self)
+        StoreError::new(self.kind(), NAME, operation).with_source(self).saying_why()
+    }
+}
+
+/// Says which one of several servers it was.
+pub(super) fn of_master(name: &str, error: &StoreError) -> StoreError {
+    let told = error.reason().map_or_else(|| error.to_string(), ToString::to_string);
+    let named = OfMaster { name: name.into(), told };
+    StoreError::new(error.kind(), NAME, error.operation()).with_source(named).saying_why()
+}
+
+/// What is wrong with one of the masters of a cluster.
+#[derive(thiserror::Error)]
+#[error("the master {name} of the cluster is not ready: {told}")]
+struct OfMaster {
+    name: Box<str>,
+    told: String,
+}
+
+/// As it is displayed, like the others.
+impl fmt::Debug for OfMaster {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
     }
 }
 
@@ -133,6 +161,39 @@ fn lacking(missing: &[&str], reason: &str) -> String {
     format!("the user may not run {}, which the store needs ({reason})", missing.join(", "))
 }
 
+/// The pattern of all keys with a prefix, for an ACL; what has a meaning in patterns is taken as it stands.
+pub(super) fn pattern(prefix: &str) -> Box<str> {
+    let mut pattern = "~".to_owned();
+    for mark in prefix.chars() {
+        if "*?[]\\".contains(mark) {
+            pattern.push('\\');
+        }
+        pattern.push(mark);
+    }
+    pattern.push_str(":*");
+    pattern.into()
+}
+
 fn of(primary: &Option<Box<str>>) -> String {
     primary.as_ref().map_or_else(String::new, |primary| format!(" of {primary}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_documents_list_the_rights_that_a_message_asks_for() {
+        for page in [include_str!("../../../README.md"), include_str!("../../guide/redis.md")] {
+            for right in [RIGHTS, "`+select`", "`+wait`", &*pattern("idem")] {
+                assert!(page.contains(right), "{right}");
+            }
+        }
+    }
+
+    #[test]
+    fn what_has_a_meaning_in_patterns_is_taken_as_it_stands() {
+        assert_eq!(&*pattern("pay-prod:idem"), "~pay-prod:idem:*");
+        assert_eq!(&*pattern(r"a*b?c[d]\e"), r"~a\*b\?c\[d\]\\e:*");
+    }
 }

@@ -189,9 +189,9 @@ impl<DB: Backend> LeaseCore<DB> {
             // It may pass: a standby is promoted, an operator thaws what was frozen.
             Ok(Ok(Some(reason))) => {
                 let error = StoreError::new(StoreErrorKind::Unavailable, DB::STORE, "ready");
-                Err(error.with_source(reason))
+                Err(error.with_source(reason).saying_why())
             }
-            Ok(Err(error)) => Err(not_done::<DB>("ready", error)),
+            Ok(Err(error)) => Err(not_done::<DB>("ready", error).saying_why()),
             Err(_) => Err(task_gone::<DB>("ready")),
         }
     }

@@ -502,10 +502,7 @@ macro_rules! backend {
             fn why_read_only(
                 connection: &mut $connection,
             ) -> futures_util::future::BoxFuture<'_, sqlx::Result<Option<String>>> {
-                Box::pin(async move {
-                    let Some(question) = $texts::WHY_READ_ONLY else { return Ok(None) };
-                    sqlx::query_scalar(question).fetch_one(connection).await
-                })
+                Box::pin($texts::why_read_only(connection))
             }
         }
     };

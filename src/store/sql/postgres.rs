@@ -145,8 +145,11 @@ impl Sql {
          WHERE storage_key = $1 AND record = $5
            AND set_config('statement_timeout', '0', true) IS NOT NULL";
     const REMOTE: bool = true;
-    const WHY_READ_ONLY: Option<&str> = Some(WHY_READ_ONLY);
     const CLOSING_COMMITS: bool = false;
+
+    async fn why_read_only(connection: &mut PgConnection) -> sqlx::Result<Option<String>> {
+        sqlx::query_scalar(WHY_READ_ONLY).fetch_one(connection).await
+    }
 
     /// A transaction with a failed statement stays open, and refuses every other one.
     fn ends(_: &str) -> bool {
@@ -566,14 +569,14 @@ const TRUSTED: Duration = Duration::from_secs(1);
 
 async fn connect(url: &str, pool: PgPoolOptions) -> Result<PgPool, StoreError> {
     let options: PgConnectOptions =
-        url.parse().map_err(|error| not_done::<Postgres>("connect", error))?;
+        url.parse().map_err(|error| not_done::<Postgres>("connect", error).saying_why())?;
     let pool = pool
         .max_connections(CONNECTIONS)
         .acquire_timeout(CONNECT_WITHIN)
         .connect_lazy_with(options);
     match pool.acquire().await {
         Ok(_) => Ok(pool),
-        Err(error) => Err(not_done::<Postgres>("connect", reason(&pool, error).await)),
+        Err(error) => Err(not_done::<Postgres>("connect", reason(&pool, error).await).saying_why()),
     }
 }
 
@@ -597,7 +600,9 @@ async fn migrate(pool: &PgPool) -> Result<(), StoreError> {
             Err(error) if weigh_of(&error) == Weight::Locked && tries < MIGRATION_TRIES => {
                 tokio::time::sleep(MIGRATION_PAUSE).await;
             }
-            made => return made.map_err(|error| not_done::<Postgres>("migrate", error)),
+            made => {
+                return made.map_err(|error| not_done::<Postgres>("migrate", error).saying_why());
+            }
         }
     }
 }

@@ -8,7 +8,7 @@ use sqlx::sqlite::{
     SqliteConnectOptions, SqliteConnection, SqliteJournalMode, SqlitePool, SqlitePoolOptions,
     SqliteQueryResult, SqliteSynchronous,
 };
-use sqlx::{Row as _, SqlSafeStr as _, SqlStr, Sqlite};
+use sqlx::{AssertSqlSafe, Row as _, SqlSafeStr as _, SqlStr, Sqlite};
 
 use super::inspect::{inspect, inspected};
 use super::lease::LeaseCore;
@@ -68,7 +68,6 @@ impl Sql {
                                    + CAST(substr(strftime('%f', 'now'), 4) AS INTEGER)
              ORDER BY expires_at LIMIT $1)";
     const REMOTE: bool = false;
-    const WHY_READ_ONLY: Option<&str> = None;
     const CLOSING_COMMITS: bool = true;
     /// A sum that is too large is an error, behind which nothing is committed. There is no plainer one
     /// outside of triggers.
@@ -92,6 +91,29 @@ impl Sql {
     /// (<https://www.sqlite.org/lang_transaction.html>, "response to errors within a transaction").
     fn ends(code: &str) -> bool {
         matches!(code.parse::<u32>().map(|code| code & 0xff), Ok(7 | 9 | 10 | 13))
+    }
+
+    /// Writes nothing, as a statement that writes. (BEGIN IMMEDIATE does not tell: where nothing can be written, it begins to
+    /// read.) A file that may only be read refuses it before anything else; one whose lock somebody has is written at
+    /// this moment, and is not waited for.
+    async fn why_read_only(connection: &mut SqliteConnection) -> sqlx::Result<Option<String>> {
+        let patience: i64 =
+            sqlx::query_scalar("PRAGMA busy_timeout").fetch_one(&mut *connection).await?;
+        sqlx::query("PRAGMA busy_timeout = 0").execute(&mut *connection).await?;
+        let written = sqlx::query("DELETE FROM idempotency_records WHERE 0");
+        let written = written.execute(&mut *connection).await;
+        let patience = AssertSqlSafe(format!("PRAGMA busy_timeout = {patience}"));
+        sqlx::query(patience).execute(connection).await?;
+        match written {
+            Ok(_) => Ok(None),
+            Err(error) if super::weigh::<Sqlite>(&error) == Weight::Unreached => Ok(None),
+            Err(error) => match primary(&error) {
+                // There is no table yet: whoever makes it will be told.
+                Some(ERROR) => Ok(None),
+                Some(READONLY) => Ok(Some(format!("{READ_ONLY} ({error})"))),
+                _ => Err(error),
+            },
+        }
     }
 
     async fn peek(connection: &mut SqliteConnection, key: StorageKey) -> sqlx::Result<Peeked> {
@@ -198,6 +220,33 @@ inspected!(
 inspect!(SqliteStore, |store| store.0.lease());
 inspect!(SqliteLeaseStore, |store| &store.0);
 
+/// SQLITE_ERROR, SQLITE_READONLY, SQLITE_CANTOPEN
+const ERROR: u32 = 1;
+const READONLY: u32 = 8;
+const CANTOPEN: u32 = 14;
+
+/// What to change where a file is not written.
+const READ_ONLY: &str = "the database is read-only for this program: let its user write the file, those beside it \
+                         (-wal, -shm), and the folder, in which SQLite makes them";
+const NO_FILE: &str = "the file cannot be opened or made: is there its folder, and may this program's user read and \
+                       write both?";
+
+fn primary(error: &sqlx::Error) -> Option<u32> {
+    let code = error.as_database_error()?.code()?;
+    Some(code.parse::<u32>().ok()? & 0xff)
+}
+
+/// Why a file could not be opened, or the tables not made.
+fn not_set_up(operation: &'static str, error: sqlx::Error) -> StoreError {
+    let advice = match primary(&error) {
+        Some(READONLY) => READ_ONLY,
+        Some(CANTOPEN) => NO_FILE,
+        _ => return not_done::<Sqlite>(operation, error).saying_why(),
+    };
+    let why = format!("{advice} ({error})");
+    StoreError::new(StoreErrorKind::Backend, "sqlite", operation).with_source(why).saying_why()
+}
+
 /// By the primary code, which is the low byte (<https://www.sqlite.org/rescode.html>).
 fn weigh(code: &str) -> Weight {
     match code.parse::<u32>().map(|code| code & 0xff) {
@@ -215,8 +264,8 @@ impl SqliteStore {
     /// Opens the file, and makes it if there is none.
     ///
     /// # Errors
-    /// [`StoreError`] if it cannot be opened. `:memory:` is refused: a database in memory belongs to
-    /// one connection.
+    /// [`StoreError`] if it cannot be opened, or may not be written. `:memory:` is refused: a database in
+    /// memory belongs to one connection.
     pub async fn open(path: impl AsRef<Path>) -> Result<Self, StoreError> {
         Ok(Self::new(open(path.as_ref()).await?, Handing::On))
     }
@@ -267,8 +316,8 @@ impl SqliteLeaseStore {
     /// Opens the file, and makes it if there is none.
     ///
     /// # Errors
-    /// [`StoreError`] if it cannot be opened. `:memory:` is refused: a database in memory belongs to
-    /// one connection.
+    /// [`StoreError`] if it cannot be opened, or may not be written. `:memory:` is refused: a database in
+    /// memory belongs to one connection.
     pub async fn open(path: impl AsRef<Path>) -> Result<Self, StoreError> {
         Ok(Self(LeaseCore::new(open(path.as_ref()).await?, BEGIN.into_sql_str())))
     }
@@ -317,13 +366,25 @@ impl SqliteLeaseStore {
 
 async fn open(path: &Path) -> Result<SqlitePool, StoreError> {
     let options = options(path)?.create_if_missing(true).journal_mode(SqliteJournalMode::Wal);
-    connect(options).await
+    let pool = connect(options).await?;
+    // SQLite opens a file that may not be written as well, to read it.
+    let asked = async { Sql::why_read_only(&mut *pool.acquire().await?).await };
+    match asked.await.map_err(|error| not_set_up("open", error))? {
+        None => Ok(pool),
+        Some(why) => {
+            pool.close().await;
+            let error = StoreError::new(StoreErrorKind::Backend, "sqlite", "open");
+            Err(error.with_source(why).saying_why())
+        }
+    }
 }
 
 fn options(path: &Path) -> Result<SqliteConnectOptions, StoreError> {
     if path.as_os_str() == ":memory:" {
         let why = "a database in memory belongs to one connection: give a file";
-        return Err(StoreError::new(StoreErrorKind::Backend, "sqlite", "open").with_source(why));
+        return Err(StoreError::new(StoreErrorKind::Backend, "sqlite", "open")
+            .with_source(why)
+            .saying_why());
     }
     Ok(SqliteConnectOptions::new()
         .filename(path)
@@ -346,7 +407,9 @@ async fn connect(options: SqliteConnectOptions) -> Result<SqlitePool, StoreError
                 tries += 1;
                 tokio::time::sleep(OPENING_PAUSE).await;
             }
-            opened => return opened.map_err(|error| not_done::<Sqlite>("open", error)),
+            opened => {
+                return opened.map_err(|error| not_set_up("open", error));
+            }
         }
     }
 }
@@ -355,11 +418,13 @@ async fn durable(pool: &SqlitePool) -> Result<(), StoreError> {
     let level: i64 = sqlx::query_scalar("PRAGMA synchronous")
         .fetch_one(pool)
         .await
-        .map_err(|error| not_done::<Sqlite>("open", error))?;
+        .map_err(|error| not_set_up("open", error))?;
     // 2 is FULL, 3 is EXTRA.
     if level < 2 {
         let why = "synchronous is below FULL: a power cut would lose commits";
-        return Err(StoreError::new(StoreErrorKind::Backend, "sqlite", "open").with_source(why));
+        return Err(StoreError::new(StoreErrorKind::Backend, "sqlite", "open")
+            .with_source(why)
+            .saying_why());
     }
     Ok(())
 }
@@ -380,5 +445,5 @@ async fn migrate(pool: &SqlitePool) -> Result<(), StoreError> {
         sqlx::raw_sql(SCHEMA).execute(&mut *transaction).await?;
         transaction.commit().await
     };
-    made.await.map_err(|error| not_done::<Sqlite>("migrate", error))
+    made.await.map_err(|error| not_set_up("migrate", error))
 }

@@ -212,7 +212,9 @@ impl<DB: Backend> Core<DB> {
             return Ok(());
         }
         let why = "every turn waits to be told what became of its COMMIT: no key can be claimed";
-        Err(StoreError::new(StoreErrorKind::Unavailable, DB::STORE, "ready").with_source(why))
+        Err(StoreError::new(StoreErrorKind::Unavailable, DB::STORE, "ready")
+            .with_source(why)
+            .saying_why())
     }
 
     /// Ends a run, or waits for the end that is under way.

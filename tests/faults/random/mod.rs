@@ -174,7 +174,8 @@ async fn rounds(on: On, recoveries: &[Recovery]) {
     for seed in first.. {
         let recovery = recoveries[usize::try_from(seed % turns).expect("few")];
         let left = end.saturating_duration_since(Instant::now());
-        println!("== {on:?}, {}: FAULTS_SEED={seed}", recovery.name);
+        let again = if minutes > 0 { "--soak MINUTES" } else { "--test faults random::" };
+        println!("== {on:?}, {}: FAULTS_SEED={seed} tests/run {again}", recovery.name);
         round(on, recovery, seed, left.min(ROUND)).await;
         if Instant::now() >= end {
             return;

@@ -2,6 +2,8 @@
 
 use ::redis::{ConnectionAddr, ConnectionInfo, IntoConnectionInfo, RedisError};
 
+use super::reasons::ENCODED;
+
 /// Where Sentinels listen unless their address says otherwise.
 const SENTINEL_PORT: u16 = 26_379;
 
@@ -28,8 +30,28 @@ pub(in crate::store::redis) enum Address {
 /// What is wrong with an address. Never shows it: it may hold a password.
 #[derive(Debug, thiserror::Error)]
 pub(in crate::store::redis) enum AddressError {
-    #[error(transparent)]
-    Unreadable(#[from] RedisError),
+    #[error("{0}; an address looks like redis://user:password@host:6379/0")]
+    Unreadable(RedisError),
+    #[error(
+        "an address begins with a scheme: redis://localhost:6379, or rediss://localhost:6379 for TLS"
+    )]
+    NoScheme,
+    #[error("the address names no host: redis://localhost:6379")]
+    NoHost,
+    #[error(
+        "an address has one host; several are redis+sentinel://host:port,host:port/master-name or \
+             redis+cluster://host:port,host:port"
+    )]
+    SeveralHosts,
+    #[error(
+        "the port is no number from 1 to 65535; an address looks like redis://localhost:6379, with IPv6 \
+         redis://[::1]:6379, with a password redis://user:password@localhost:6379"
+    )]
+    Port,
+    #[error("the database is no number: redis://localhost:6379/0")]
+    Database,
+    #[error("the password in the address has a mark in it that ends it there: write it {ENCODED}")]
+    NotEncoded,
     #[error(
         "an address has no parameter {0:?}; known are wait and protocol, and db, user and pass for a \
          socket"
@@ -46,8 +68,10 @@ pub(in crate::store::redis) enum AddressError {
     NoMasterName,
     #[error("a cluster has no numbered databases; leave /{0} out")]
     ClusterDatabase(i64),
-    #[cfg(not(feature = "redis-tls"))]
-    #[error("{0}:// asks for TLS: switch the feature `redis-tls` of tower-idempotency on")]
+    #[error(
+        "{0}:// asks for TLS, and this program was built without it: switch the feature `redis-tls` of \
+         tower-idempotency on"
+    )]
     TlsFeature(&'static str),
     #[cfg(feature = "redis-tls")]
     #[error(
@@ -56,12 +80,18 @@ pub(in crate::store::redis) enum AddressError {
     )]
     NoCryptoProvider,
     #[cfg(feature = "redis-tls")]
+    #[error("the certificates cannot be read, they have to be in PEM: {0}")]
+    Certificates(RedisError),
+    #[cfg(feature = "redis-tls")]
+    #[error("no certificate is in root_cert: in PEM, one begins with -----BEGIN CERTIFICATE-----")]
+    NoCertificate,
+    #[cfg(feature = "redis-tls")]
     #[error("certificates are set, and the address does not ask for TLS; use rediss://")]
     CertificatesWithoutTls,
 }
 
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-enum Kind {
+pub(super) enum Kind {
     One,
     Sentinel,
     Cluster,
@@ -88,6 +118,11 @@ const SCHEMES: [(&str, &str, Kind); 11] = [
     ("redis+cluster", "redis", Kind::Cluster),
     ("rediss+cluster", "rediss", Kind::Cluster),
 ];
+
+/// A scheme as it stands there, also if it was written in capitals.
+pub(super) fn known(scheme: &str) -> Option<(&'static str, &'static str, Kind)> {
+    SCHEMES.into_iter().find(|known| known.0.eq_ignore_ascii_case(scheme))
+}
 
 /// Takes `wait=N` out of an address.
 pub(in crate::store::redis) fn take_wait(url: &str) -> Result<(String, Option<u32>), AddressError> {
@@ -139,10 +174,8 @@ impl Address {
         certificates: Option<&Certificates>,
     ) -> Result<Self, AddressError> {
         let (scheme, rest) = url.split_once("://").unwrap_or_default();
-        let Some((_, server, kind)) = SCHEMES.into_iter().find(|known| known.0 == scheme) else {
-            // One that is written in capitals is no reason to refuse.
-            let info = url.into_connection_info();
-            return info.map(Self::One).map_err(|_| AddressError::UnknownScheme(scheme.into()));
+        let Some((_, server, kind)) = known(scheme) else {
+            return Err(AddressError::UnknownScheme(scheme.into()));
         };
         // One that is misspelt would be passed over in silence, and with it what it was to protect from.
         let query = rest.split_once('?').map_or("", |(_, query)| query);
@@ -151,10 +184,14 @@ impl Address {
         if let Some(unknown) =
             names.filter(|name| !name.is_empty()).find(|name| !PARAMETERS.contains(name))
         {
+            // It may be the rest of a password with an ampersand in it.
+            if query.contains("pass=") {
+                return Err(AddressError::NotEncoded);
+            }
             return Err(AddressError::UnknownParameter(unknown.into()));
         }
         if kind == Kind::One {
-            return Ok(Self::One(secured(url.into_connection_info()?, certificates)?));
+            return Ok(Self::One(secured(read(url)?, certificates)?));
         }
         let (rest, query) = rest.split_once('?').unwrap_or((rest, ""));
         let (authority, path) = rest.split_once('/').unwrap_or((rest, ""));
@@ -162,7 +199,7 @@ impl Address {
         let user = if user.is_empty() { String::new() } else { format!("{user}@") };
         let info = |user: &str, host: &str, database: &str| -> Result<_, AddressError> {
             let url = format!("{server}://{user}{host}/{database}?{query}");
-            secured(url.into_connection_info()?, certificates)
+            secured(read(&url)?, certificates)
         };
         if kind == Kind::Cluster {
             let seeds: Vec<_> =
@@ -187,10 +224,17 @@ impl Address {
 /// Looks if TLS is possible, if an address asks for it.
 pub(in crate::store::redis) fn tls_is_possible_for(url: &str) -> Result<(), AddressError> {
     let scheme = url.split_once("://").unwrap_or_default().0;
-    match SCHEMES.into_iter().find(|known| known.0 == scheme) {
-        Some((scheme, "rediss" | "valkeys", _)) => tls_is_possible(scheme),
+    match known(scheme) {
+        Some((_, "rediss" | "valkeys", _)) => tls_is_possible(),
         Some(_) | None => Ok(()),
     }
+}
+
+fn read(url: &str) -> Result<ConnectionInfo, AddressError> {
+    url.into_connection_info().map_err(|error| match error.to_string().contains("UTF-8") {
+        true => AddressError::NotEncoded,
+        false => AddressError::Unreadable(error),
+    })
 }
 
 fn with_port(host: &str) -> String {
@@ -226,7 +270,7 @@ pub(super) fn moved(info: &ConnectionInfo, host: &str, port: u16) -> ConnectionI
 }
 
 #[cfg(feature = "redis-tls")]
-fn tls_is_possible(_scheme: &'static str) -> Result<(), AddressError> {
+fn tls_is_possible() -> Result<(), AddressError> {
     // Without one, rustls panics when it connects. The choice is the program's.
     match ::rustls::crypto::CryptoProvider::get_default() {
         Some(_) => Ok(()),
@@ -235,8 +279,9 @@ fn tls_is_possible(_scheme: &'static str) -> Result<(), AddressError> {
 }
 
 #[cfg(not(feature = "redis-tls"))]
-fn tls_is_possible(scheme: &'static str) -> Result<(), AddressError> {
-    Err(AddressError::TlsFeature(scheme))
+fn tls_is_possible() -> Result<(), AddressError> {
+    // An address that asks for it is refused before.
+    Ok(())
 }
 
 #[cfg(feature = "redis-tls")]
@@ -248,7 +293,15 @@ fn secured(
     if !matches!(info.addr(), ConnectionAddr::TcpTls { .. }) {
         return Err(AddressError::CertificatesWithoutTls);
     }
-    let client = ::redis::Client::build_with_tls(info, certificates.clone())?;
+    // Without a complaint it would be taken for an empty list, and every server for a stranger.
+    let begin = b"-----BEGIN CERTIFICATE-----";
+    if let Some(root) = &certificates.root_cert
+        && !root.windows(begin.len()).any(|part| part == begin)
+    {
+        return Err(AddressError::NoCertificate);
+    }
+    let client = ::redis::Client::build_with_tls(info, certificates.clone());
+    let client = client.map_err(AddressError::Certificates)?;
     Ok(client.get_connection_info().clone())
 }
 

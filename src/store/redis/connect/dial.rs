@@ -7,6 +7,7 @@ use ::redis::{AsyncConnectionConfig, Client, Cmd, ConnectionInfo, RedisResult};
 use tokio::time::timeout;
 
 use super::link::Line;
+use super::reasons::of_no_line;
 use super::sentinel::Sentinels;
 use super::stream::{self, KEEPALIVE_IDLE};
 use super::{DialError, Failure, Message, is_about_login, is_answer};
@@ -73,14 +74,14 @@ pub(super) async fn open(
     let error = match stream::open(client, config, within).await {
         Ok(line) => return Ok(line),
         Err(error) if is_about_login(&error) => error,
-        Err(error) => return Err(error.into()),
+        Err(error) => return Err(of_no_line(client.get_connection_info(), error)),
     };
     // redis-rs keeps the server's words to itself: whether the password is wrong, or none is asked for. So it
     // is asked once more.
     let refused = timeout(within, refusal_to_login(client, config, within)).await;
     match refused {
         Ok(Ok(())) | Err(_) => Err(error.into()),
-        Ok(Err(said)) if !is_answer(&said) => Err(said.into()),
+        Ok(Err(said)) if !is_answer(&said) => Err(of_no_line(client.get_connection_info(), said)),
         Ok(Err(said)) => {
             let settings = client.get_connection_info().redis_settings();
             let user = settings.username().unwrap_or("default").into();

@@ -8,7 +8,8 @@ use std::time::Duration;
 use ::redis::{ErrorKind, RedisError};
 
 use super::Cause;
-use crate::error::StoreErrorKind;
+use super::reasons::{self, ENCODED};
+use crate::error::{StoreErrorKind, untold};
 
 /// Why there is no reply that a script gave.
 #[derive(Debug)]
@@ -53,8 +54,8 @@ pub(in crate::store::redis) enum DialError {
     Failed(#[from] RedisError),
     #[error(
         "the server does not let the user {user:?} in ({reason}): user or password in the address is \
-         wrong, or the user is off; `ACL LIST` on the server shows the users (a password in an address \
-         is percent-encoded)"
+         wrong, or the user is off; `ACL LIST` on the server shows the users; a password in an address \
+         is {ENCODED}"
     )]
     Login { user: Box<str>, reason: Box<str> },
     #[error(
@@ -70,6 +71,20 @@ pub(in crate::store::redis) enum DialError {
     NotASentinel { place: Box<str> },
     #[error("no Sentinel watches a master named {name:?}; {}", watched(.known))]
     UnknownMaster { name: Box<str>, known: Vec<String> },
+    #[error("{}", reasons::unreached(.place, .error))]
+    Unreached { place: Box<str>, error: RedisError },
+    #[error("no TLS with {place} ({reason}): {advice}")]
+    Certificate { place: Box<str>, reason: Box<str>, advice: &'static str },
+    #[error("{place} refuses database {database} ({reason}): {advice}")]
+    Select { place: Box<str>, database: i64, reason: Box<str>, advice: &'static str },
+    #[error("the pool's server refuses the database ({reason}): {advice}")]
+    PoolSelect { reason: Box<str>, advice: &'static str },
+    #[error(
+        "the server does not let the pool in ({reason}): user or password in the address that the pool \
+         was made with is wrong, or the user is off; `ACL LIST` on the server shows the users; a password \
+         in an address is {ENCODED}"
+    )]
+    PoolLogin { reason: Box<str> },
 }
 
 /// As it is displayed: programs whose `main` returns an error print it like this.
@@ -83,12 +98,33 @@ impl DialError {
     /// Whether it may pass by itself.
     fn kind(&self) -> StoreErrorKind {
         match self {
-            Self::Failed(error) if is_answer(error) => refusal(error),
-            Self::Failed(_) => StoreErrorKind::Unavailable,
+            Self::Failed(error) | Self::Unreached { error, .. } if is_answer(error) => {
+                refusal(error)
+            }
+            Self::Failed(_) | Self::Unreached { .. } => StoreErrorKind::Unavailable,
             Self::Login { .. }
+            | Self::PoolLogin { .. }
+            | Self::Select { .. }
+            | Self::PoolSelect { .. }
+            | Self::Certificate { .. }
             | Self::SentinelLogin { .. }
             | Self::NotASentinel { .. }
             | Self::UnknownMaster { .. } => StoreErrorKind::Backend,
+        }
+    }
+
+    /// What redis-rs said, if nobody has said it better.
+    fn redis(&self) -> Option<&RedisError> {
+        match self {
+            Self::Failed(error) | Self::Unreached { error, .. } => Some(error),
+            Self::Login { .. }
+            | Self::PoolLogin { .. }
+            | Self::Select { .. }
+            | Self::PoolSelect { .. }
+            | Self::Certificate { .. }
+            | Self::SentinelLogin { .. }
+            | Self::NotASentinel { .. }
+            | Self::UnknownMaster { .. } => None,
         }
     }
 
@@ -144,10 +180,14 @@ pub(in crate::store::redis) fn is_unknown_command(error: &RedisError) -> bool {
 /// sense.
 pub(in crate::store::redis) fn may_be_the_protocol(cause: &(dyn StdError + 'static)) -> bool {
     match causes(cause).find_map(|it| it.downcast_ref()) {
-        Some(DialError::Failed(error)) => !is_answer(error),
-        Some(_) => false,
+        Some(error) => DialError::redis(error).is_some_and(|error| !is_answer(error)),
         None => true,
     }
+}
+
+/// True if a server said it, and not one that could not be asked.
+pub(in crate::store::redis) fn is_told(error: &(dyn StdError + 'static)) -> bool {
+    redis_error(error).is_some_and(is_answer)
 }
 
 /// What redis-rs said, if that is what an error comes from.
@@ -155,8 +195,8 @@ pub(in crate::store::redis) fn redis_error<'a>(
     error: &'a (dyn StdError + 'static),
 ) -> Option<&'a RedisError> {
     causes(error).find_map(|cause| match cause.downcast_ref() {
-        Some(DialError::Failed(error)) => Some(error),
-        Some(_) | None => cause.downcast_ref(),
+        Some(error) => DialError::redis(error),
+        None => cause.downcast_ref(),
     })
 }
 
@@ -170,8 +210,7 @@ fn causes<'a>(
     })
 }
 
-/// An error whose causes say something new. Those of redis-rs, and some of pools, say with their own words
-/// what their cause says again, and whoever prints a chain of causes would print it twice.
+/// An error whose causes say something new; those of redis-rs repeat theirs.
 struct Told(Cause);
 
 impl fmt::Debug for Told {
@@ -188,15 +227,7 @@ impl fmt::Display for Told {
 
 impl StdError for Told {
     fn source(&self) -> Option<&(dyn StdError + 'static)> {
-        let told = self.0.to_string();
-        let mut next = self.0.source();
-        while let Some(cause) = next {
-            if !told.contains(&cause.to_string()) {
-                return Some(cause);
-            }
-            next = cause.source();
-        }
-        None
+        untold(&self.0.to_string(), &*self.0)
     }
 }
 

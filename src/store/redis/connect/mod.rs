@@ -12,10 +12,12 @@ mod lanes;
 mod link;
 mod node;
 mod pool;
+mod reasons;
 mod resp;
 mod restart;
 mod sentinel;
 mod shared;
+mod slips;
 mod stream;
 mod wire;
 
@@ -30,10 +32,11 @@ pub(super) use address::{
 pub(super) use cluster::Cluster;
 pub(super) use dial::Dialer;
 pub(super) use failure::{
-    DialError, Failure, is_answer, is_unknown_command, may_be_the_protocol, redis_error,
+    DialError, Failure, is_answer, is_told, is_unknown_command, may_be_the_protocol, redis_error,
 };
 pub(super) use node::Node;
 pub(super) use pool::Pooled;
+pub(super) use slips::find_slip;
 
 use failure::{NoConnection, TooLong, is_about_login, is_readonly};
 
@@ -130,6 +133,18 @@ impl Connections {
             Self::Node(_) | Self::Pool(_) => vec![String::new()],
             Self::Cluster(cluster) => cluster.primaries(),
         }
+    }
+
+    /// A key for a check on each server that takes writes, with the server's name if there are several.
+    pub(super) fn marks(&self, prefix: &str) -> Vec<(Option<String>, String)> {
+        let marks = match self {
+            Self::Node(_) | Self::Pool(_) => Vec::new(),
+            Self::Cluster(cluster) => cluster.marks(prefix),
+        };
+        if marks.is_empty() {
+            return vec![(None, format!("{prefix}:{{ready}}"))];
+        }
+        marks.into_iter().map(|(name, mark)| (Some(name), mark)).collect()
     }
 
     /// Asks one of them; each question is answered or refused by itself.

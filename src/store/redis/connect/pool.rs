@@ -5,11 +5,12 @@
 
 use std::time::Duration;
 
-use ::deadpool_redis::{Connection, Pool};
+use ::deadpool_redis::{Connection, Pool, PoolError};
 use tokio::sync::Semaphore;
 use tokio::time::timeout;
 
-use super::{Failure, Message, TooLong, Urgency, is_readonly};
+use super::reasons::of_select;
+use super::{Cause, DialError, Failure, Message, TooLong, Urgency, is_about_login, is_readonly};
 use crate::store::redis::call::Answer;
 
 /// The pool, and a cap on the claims in it.
@@ -51,7 +52,7 @@ impl Pooled {
         // `_turn` is held until the end: one claim, one slot.
         let (_turn, mut slot) = match timeout(limit, waiting).await {
             Ok(Ok(given)) => given,
-            Ok(Err(error)) => return Err(Failure::NotSent(error.into())),
+            Ok(Err(error)) => return Err(Failure::NotSent(why(error))),
             Err(_) => return Err(Failure::NotSent(TooLong::Slot(limit).into())),
         };
         let Some(connection) = &mut slot.0 else { return Err(Failure::NotSent("no slot".into())) };
@@ -67,6 +68,18 @@ impl Pooled {
             slot.give_back();
         }
         Err(failure)
+    }
+}
+
+/// Why the pool has no connection. What it does not get past by trying again is told as such.
+fn why(error: PoolError) -> Cause {
+    let PoolError::Backend(error) = error else { return error.into() };
+    if is_about_login(&error) {
+        return DialError::PoolLogin { reason: error.to_string().into() }.into();
+    }
+    match of_select(&error) {
+        Some((reason, advice)) => DialError::PoolSelect { reason, advice }.into(),
+        None => DialError::from(error).into(),
     }
 }
 

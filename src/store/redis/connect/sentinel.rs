@@ -13,9 +13,9 @@ use futures_util::StreamExt as _;
 use futures_util::stream::FuturesUnordered;
 use tokio::time::timeout;
 
-use super::address::{self, place_of};
+use super::address;
 use super::link::Line;
-use super::{DialError, Failure, Message, dial, is_about_login, is_unknown_command};
+use super::{DialError, Failure, Message, dial, is_about_login, is_unknown_command, reasons};
 
 type Place = (String, u16);
 
@@ -97,10 +97,7 @@ impl Sentinels {
             let role = question.query_async::<(String, Vec<String>)>(&mut sentinel).await;
             Ok(Err(role.map(|(_, names)| names).unwrap_or_default()))
         };
-        let place = || match place_of(client.get_connection_info()) {
-            Some((host, port)) => Box::from(format!("{host}:{port}")),
-            None => Box::default(),
-        };
+        let place = || reasons::place(client.get_connection_info());
         match timeout(self.step, asking).await.unwrap_or_else(|_| Err(too_slow("a Sentinel"))) {
             Ok(Ok(place)) => Ok(place),
             Ok(Err(known)) => Err(DialError::UnknownMaster { name: self.name.clone(), known }),
@@ -110,7 +107,7 @@ impl Sentinels {
             Err(error) if is_unknown_command(&error) => {
                 Err(DialError::NotASentinel { place: place() })
             }
-            Err(error) => Err(error.into()),
+            Err(error) => Err(reasons::of_no_line(client.get_connection_info(), error)),
         }
     }
 
