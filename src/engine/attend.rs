@@ -38,8 +38,10 @@ impl<W: Watched + Unpin, T: Send + 'static> Attendance<W, T> {
         watched: W,
         work: impl Future<Output = T> + Send + 'static,
     ) -> Self {
+        // Boxed, since it is handed on a few times before it runs, and it is large.
+        let work = Box::pin(work);
         let work = match made(Mistake::RunsInConnection) {
-            true => Work::Here(Box::pin(work)),
+            true => Work::Here(work),
             false => Work::Task(tracker.spawn(work)),
         };
         Self { watched, work: Some(work) }
