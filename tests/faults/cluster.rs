@@ -48,10 +48,10 @@ async fn c12_a_master_of_a_cluster_killed_under_load_charges_nobody_twice() {
     let mut cluster = RedisCluster::start(3, 1);
     let url = format!("{}?wait=1", cluster.url());
     let pair = pair_on(&url, &["--lease", "10", "--wait", "1"]);
-    let crowd = Crowd::start(&pair, 12, &["tok_visa", "tok_slow_60", "tok_large_8"]);
+    let crowd = Crowd::start(&pair, 6, &["tok_visa", "tok_slow_60", "tok_large_8"]);
     crowd.go_on(30).await;
     let (masters, replicas) = cluster.nodes.split_at_mut(3);
-    kill_ahead_of(&mut masters[0], &[&replicas[0]]).await;
+    let payers = kill_ahead_of(&pair, &mut masters[0], &[&replicas[0]]).await;
     crowd.have_ended("come back", 2).await;
     let replica = &cluster.nodes[3];
     replica.wait_until("its replica takes over", &["role"], |said| said.starts_with("master"));
@@ -59,6 +59,9 @@ async fn c12_a_master_of_a_cluster_killed_under_load_charges_nobody_twice() {
     cluster.nodes[0].restart();
     crowd.go_on(60).await;
     crowd.finish().await;
+    for payer in payers {
+        payer.await.unwrap();
+    }
     pair.check_at(&url, Promise::AtMostOnce).await;
 }
 
