@@ -313,6 +313,24 @@ async fn what_a_program_prints_without_looking_for_causes_says_what_to_change() 
 }
 
 #[tokio::test]
+async fn a_server_of_another_kind_is_told_to_be_none() {
+    use std::io::{Read as _, Write as _};
+    for says in ["HTTP/1.1 400 Bad Request\r\n\r\n", "SSH-2.0-OpenSSH_9.2\r\n"] {
+        let other = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let place = other.local_addr().unwrap();
+        std::thread::spawn(move || {
+            while let Ok((mut line, _)) = other.accept() {
+                let _ = line.read(&mut [0; 512]);
+                let _ = line.write_all(says.as_bytes());
+            }
+        });
+        let (_, said) = refused(&format!("redis://pay:{SECRET}@{place}/")).await;
+        let expected = format!("what answers at {place} does not speak the protocol of Redis");
+        assert!(said.contains(&expected), "{said}");
+    }
+}
+
+#[tokio::test]
 async fn who_cannot_be_reached_is_named_by_host_and_port() {
     let port = free_port();
     for url in [

@@ -44,8 +44,8 @@ pub(super) enum SetupError {
     Keys { keys: Box<str>, reason: Box<str> },
     #[error(
         "the server asks for a password, and the address has none ({0}): write \
-         redis://user:password@host, without a user for the user `default`; `ACL LIST` on the server \
-         shows whom it lets in"
+         redis://:password@host for the user `default`, redis://user:password@host for another (what stands \
+         before the @ without a colon is a user); `ACL LIST` on the server shows whom it lets in"
     )]
     PasswordMissing(Box<str>),
     #[error(

@@ -1,6 +1,6 @@
 //! Words for why there is no connection: where to, and what to change.
 
-use ::redis::{ConnectionAddr, ConnectionInfo, RedisError};
+use ::redis::{ConnectionAddr, ConnectionInfo, ErrorKind, RedisError};
 
 use super::DialError;
 
@@ -49,6 +49,11 @@ pub(super) fn unreached(place: &str, error: &RedisError) -> String {
         return format!(
             "the host of {place} has no address ({said}): correct the host, or look if this machine can \
              resolve it"
+        );
+    }
+    if error.kind() == ErrorKind::Parse || said.contains("Parse error") {
+        return format!(
+            "what answers at {place} does not speak the protocol of Redis: correct the host or the port"
         );
     }
     if error.is_timeout() {
