@@ -330,6 +330,44 @@ async fn a_server_of_another_kind_is_told_to_be_none() {
     }
 }
 
+/// Answers as Redis 6 would: its scripts do not know which version runs them.
+fn old_server() -> std::net::SocketAddr {
+    use std::io::{BufRead as _, BufReader, Read as _, Write as _};
+    let server = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let place = server.local_addr().unwrap();
+    std::thread::spawn(move || {
+        for line in server.incoming() {
+            let mut out = line.unwrap();
+            let mut lines = BufReader::new(out.try_clone().unwrap());
+            std::thread::spawn(move || {
+                let number = |lines: &mut BufReader<_>| {
+                    let mut text = String::new();
+                    lines.read_line(&mut text).ok()?;
+                    text.get(1..)?.trim_end().parse::<usize>().ok()
+                };
+                while let Some(words) = number(&mut lines) {
+                    let mut command = Vec::new();
+                    for _ in 0..words {
+                        let length = number(&mut lines).unwrap();
+                        let mut word = vec![0; length + 2];
+                        lines.read_exact(&mut word).unwrap();
+                        command.push(String::from_utf8_lossy(&word).trim_end().to_uppercase());
+                    }
+                    let reply =
+                        if command[0].starts_with("EVAL") { "*1\r\n:2\r\n" } else { "+OK\r\n" };
+                    out.write_all(reply.as_bytes()).unwrap();
+                }
+            });
+        }
+    });
+    place
+}
+
+#[tokio::test]
+async fn a_server_that_is_too_old_is_refused_with_the_version_that_it_takes() {
+    is_a_mistake(&format!("redis://{}/", old_server()), &["older than Redis 7.0"]).await;
+}
+
 #[tokio::test]
 async fn who_cannot_be_reached_is_named_by_host_and_port() {
     let port = free_port();

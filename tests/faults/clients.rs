@@ -76,7 +76,21 @@ async fn a2_a_broken_upload_leaves_no_trace() {
     stream.write_all(head.as_bytes()).await.unwrap();
     sleep(200).await;
     assert_eq!(site.records(), Vec::<String>::new(), "nothing is claimed before the whole body");
+    // It says no more: what has come so far was read, and is refused.
+    stream.shutdown().await.unwrap();
+    let mut answer = Vec::new();
+    stream.read_to_end(&mut answer).await.unwrap();
+    let answer = String::from_utf8(answer).unwrap();
+    assert!(
+        answer.starts_with("HTTP/1.1 408 ") || answer.starts_with("HTTP/1.1 400 "),
+        "{answer:?}"
+    );
+    // Another one is gone without a word.
+    let mut stream = TcpStream::connect(site.one.address).await.unwrap();
+    stream.write_all(head.as_bytes()).await.unwrap();
     drop(stream);
+    assert_eq!(site.records(), Vec::<String>::new());
+    assert_eq!(site.two.charges().await, 0);
     is_paid(&site.settled("broken", "tok_visa").await);
     assert_eq!(site.two.ledger().await["entries"][0]["attempt"], 1);
     site.check(Promise::AtMostOnce).await;

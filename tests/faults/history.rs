@@ -221,7 +221,8 @@ impl History {
                 amount: number(entry, "amount"),
             })
             .collect();
-        self.evidence_of(charges, self.runs_of(servers).await, store).await
+        let runs = self.runs_of(servers, &charges).await;
+        self.evidence_of(charges, runs, store).await
     }
 
     /// The same of servers that are no processes, and say themselves what was charged and has run.
@@ -245,9 +246,9 @@ impl History {
         Evidence { operations, runs, charges, sights, held: at_the_end, lease: self.lease }
     }
 
-    /// What processes say that their handlers did. Of those that live, all have ended; but what they have
-    /// said may be on its way.
-    async fn runs_of(&self, servers: &[&Sandbox]) -> Vec<Run> {
+    /// What processes say that their handlers did. Of those that live, all have ended, and each charge has its own; but
+    /// what they have said may be on its way.
+    async fn runs_of(&self, servers: &[&Sandbox], charges: &[Charge]) -> Vec<Run> {
         let end = Instant::now() + Duration::from_secs(5);
         loop {
             let (mut runs, mut complete) = (Vec::new(), true);
@@ -260,6 +261,13 @@ impl History {
                 }
                 runs.extend(said);
             }
+            let kept = self.inner().runs.clone();
+            let told = |charge: &Charge| {
+                let of_it =
+                    |run: &Run| run.key_id == charge.key_id && run.attempt == charge.attempt;
+                runs.iter().chain(&kept).any(of_it)
+            };
+            complete &= charges.iter().all(told);
             if complete || Instant::now() > end {
                 return runs;
             }

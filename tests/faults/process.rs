@@ -1,5 +1,7 @@
 //! B. The server process.
 
+use std::time::Instant;
+
 use tower_idempotency::store::Inspect;
 use tower_idempotency::{PostgresStore, SqliteStore};
 
@@ -248,6 +250,24 @@ async fn b11_a_claim_whose_reply_took_most_of_its_lease_is_renewed_before_the_ha
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn b11_where_such_a_claim_cannot_be_renewed_nothing_starts() {
+    let site = Site::start(&["--lease", "0.6"]).await;
+    site.proxy.delay(Way::Down, ms(450));
+    let running = site.pay("k", "tok_visa");
+    site.claimed().await;
+    site.proxy.swallow(Way::Up);
+    is(&running.await.unwrap().unwrap(), 503, "idempotency_store_unavailable");
+    site.assert_hit();
+    assert_eq!(site.two.charges().await, 0, "it was not renewed, so nothing has started");
+    site.proxy.heal();
+    // Free again; or unknown to whoever asks after the lease and before the release has come.
+    let end = site.settled("k", "tok_visa").await;
+    let charges = u64::from(!matches!(end, End::Unknown));
+    assert_eq!(site.two.charges().await, charges, "{end:?}");
+    site.check(Promise::AtMostOnce).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn b13_a_record_of_another_version_is_neither_run_over_nor_deleted() {
     let site = Site::start(&[]).await;
     is_paid(&site.settled("k", "tok_visa").await);
@@ -294,6 +314,15 @@ async fn b12_a_server_that_is_told_to_stop_lets_running_handlers_finish_and_star
     }
     gone.abort();
     site.one.signal("TERM");
+    // While those run, nothing else begins: neither on a new connection nor on one that was there.
+    let end = Instant::now() + ms(10_000);
+    while Connection::open(site.one.address).await.is_ok() {
+        assert!(Instant::now() < end, "it was told to stop");
+        sleep(5).await;
+    }
+    if let Ok(answer) = open.send(Call::pay("meanwhile", "tok_visa")).await {
+        is(&answer, 503, "idempotency_store_unavailable");
+    }
     // Longer than a lease: it is renewed meanwhile. Its twin waits elsewhere.
     let twin = site.ask_two("stays", source).await;
     assert!(twin.is_replay(), "{twin:?}");

@@ -40,7 +40,8 @@ async fn c2_a_claim_that_never_arrives_is_given_up_and_its_key_is_free() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn c3_a_claim_that_arrives_late_has_nobody_behind_it_and_runs_nothing() {
     let site = Site::start(&["--lease", "1"]).await;
-    let claims = || site.redis.calls_of("evalsha") + site.redis.calls_of("eval");
+    // A claim is a plain command; the release behind it is a script.
+    let claims = || site.redis.calls_of("set");
     let before = claims();
     site.redis.stop();
     let answer = site.ask_one("k", "tok_visa").await;
@@ -159,18 +160,35 @@ async fn c8_a_slow_redis_refuses_within_bounds() {
             assert!(began.elapsed() < ms(4000), "{fault:?}: {:?}", began.elapsed());
         });
         sleep(1000).await;
-        site.settled(&key, "tok_visa").await;
+        assert_eq!(
+            site.two.charges().await,
+            number as u64,
+            "{fault:?}: what was refused has not run"
+        );
+        is_paid(&site.settled(&key, "tok_visa").await);
     }
+    let errors = site.redis.cli(&["info", "errorstats"]);
+    assert!(errors.contains("errorstat_BUSY:count="), "the script was never in the way: {errors}");
+    assert_eq!(site.two.charges().await, 3);
     site.check(Promise::AtMostOnce).await;
 }
 
-/// Waits until a request holds a command that the server has and does not answer while writes are paused, and
-/// kills its connection.
-async fn kill_what_waits(site: &Site) {
+/// Waits until a request has sent this command, of so many bytes, which the server does not answer while writes are
+/// paused, and kills its connection.
+async fn kill_what_waits(site: &Site, command: &str, bytes: usize) {
     let end = Instant::now() + ms(10_000);
     loop {
         let clients = site.redis.cli(&["client", "list", "type", "normal"]);
-        let waits = |line: &&str| line.contains(" flags=b ") && line.contains("cmd=eval");
+        let said = |line: &str, what: &str| {
+            let fields = line.split(' ').filter_map(|field| field.split_once('='));
+            fields.into_iter().find(|(name, _)| *name == what).map(|(_, value)| value.to_owned())
+        };
+        let waits = |line: &&str| {
+            let size = said(line, "argv-mem").and_then(|size| size.parse::<usize>().ok());
+            line.contains(" flags=b ")
+                && said(line, "cmd").is_some_and(|cmd| cmd == command)
+                && size.is_some_and(|size| size >= bytes)
+        };
         if let Some(line) = clients.lines().find(waits) {
             let id = line.split([' ', '=']).nth(1).unwrap();
             assert_eq!(site.redis.cli(&["client", "kill", "id", id]), "1", "{line}");
@@ -190,9 +208,10 @@ async fn c9_killed_and_refused_connections_lose_nothing() {
         site.redis.cli(&["client", "kill", "type", "normal"]);
         drop(running.await);
     }
-    // Those may have hit nothing. These hit a claim, and a completion.
-    let sources = [("claim", "tok_visa", 0), ("completion", "tok_charge_then_slow_300", 1)];
-    for (key, source, charged) in sources {
+    // Those may have hit nothing. These hit a completion, which is larger than any other script's call, and a claim.
+    let completion = ("completion", "tok_charge_then_slow_300", 1, "evalsha", 250);
+    for (key, source, charged, command, bytes) in [completion, ("claim", "tok_visa", 0, "set", 100)]
+    {
         let before = site.two.charges().await;
         let pause = || site.redis.cli(&["client", "pause", "10000", "write"]);
         if charged == 0 {
@@ -203,7 +222,7 @@ async fn c9_killed_and_refused_connections_lose_nothing() {
             site.charged(before + 1).await;
             pause();
         }
-        kill_what_waits(&site).await;
+        kill_what_waits(&site, command, bytes).await;
         site.redis.cli(&["client", "unpause"]);
         drop(running.await);
         is_paid(&site.settled(key, source).await);
