@@ -353,6 +353,24 @@ async fn c18_flushall_is_healed_by_who_runs_and_forgets_the_rest() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn c18_flushall_makes_a_key_new_whose_outcome_is_unknown_or_that_was_given_up() {
+    let site = Site::start(&[]).await;
+    is(&site.ask_one("unknown", "tok_panic_after").await, 500, "idempotency_outcome_unknown");
+    is(&site.ask_one("open", "tok_unavailable_once").await, 503, "unavailable");
+    assert_eq!((site.records().len(), site.two.charges().await), (2, 1));
+    site.redis.cli(&["flushall"]);
+    // An effect without a record; and a client that has no answer yet.
+    site.check_breaks(Promise::AtMostOnce, &["I8", "L1"]).await;
+    // Both run as if for the first time, which is harmless only for the one that did nothing.
+    let again = site.ask_two("unknown", "tok_panic_after").await;
+    is(&again, 500, "idempotency_outcome_unknown");
+    is(&site.ask_two("open", "tok_unavailable_once").await, 503, "unavailable");
+    is_paid(&site.settled("open", "tok_unavailable_once").await);
+    assert_eq!(site.two.charges().await, 3);
+    site.check_breaks(Promise::AtMostOnce, &["I1"]).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn c19_forgotten_scripts_are_sent_again_under_load() {
     let site = Site::start(&[]).await;
     let before = site.redis.calls_of("eval");
