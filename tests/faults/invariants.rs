@@ -241,6 +241,10 @@ struct Grant {
 /// A fence is a whole millisecond of the store's clock, and the handler's end is told by another process.
 const SLACK: u64 = 2;
 
+/// The fence of a first claim is chosen before the store says its time: two roundings may put it ahead by this, in
+/// milliseconds. What is seen in the store is exact.
+const AHEAD: u64 = 1;
+
 #[derive(Default)]
 struct OfKey<'a> {
     key: &'a str,
@@ -320,12 +324,12 @@ impl OfKey<'_> {
         let lease = u64::try_from(self.lease.as_millis()).expect("a short time");
         let mut grants: BTreeMap<u64, Grant> = BTreeMap::new();
         for run in &self.runs {
-            let grant = Grant { until: run.fence + lease, run: None };
+            let grant = Grant { until: run.fence + lease - AHEAD, run: None };
             let grant = grants.entry(run.fence).or_insert(grant);
             grant.run = Some(run.ended.map(|(at, _)| at));
         }
         for held in self.sights.iter().filter(|held| held.fence > 0) {
-            let grant = Grant { until: held.fence + lease, run: None };
+            let grant = Grant { until: held.fence + lease - AHEAD, run: None };
             let grant = grants.entry(held.fence).or_insert(grant);
             if let State::InFlight { until } = held.state {
                 grant.until = grant.until.max(until);
