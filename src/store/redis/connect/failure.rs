@@ -97,19 +97,10 @@ impl fmt::Debug for DialError {
 impl DialError {
     /// Whether it may pass by itself.
     fn kind(&self) -> StoreErrorKind {
-        match self {
-            Self::Failed(error) | Self::Unreached { error, .. } if is_answer(error) => {
-                refusal(error)
-            }
-            Self::Failed(_) | Self::Unreached { .. } => StoreErrorKind::Unavailable,
-            Self::Login { .. }
-            | Self::PoolLogin { .. }
-            | Self::Select { .. }
-            | Self::PoolSelect { .. }
-            | Self::Certificate { .. }
-            | Self::SentinelLogin { .. }
-            | Self::NotASentinel { .. }
-            | Self::UnknownMaster { .. } => StoreErrorKind::Backend,
+        match self.redis() {
+            Some(error) if is_answer(error) => refusal(error),
+            Some(_) => StoreErrorKind::Unavailable,
+            None => StoreErrorKind::Backend,
         }
     }
 
