@@ -27,6 +27,7 @@ use tower_idempotency::{
 /// What the tests need of a database.
 trait Sql: Backend {
     fn exec<'a>(tx: &'a mut Tx<Self>, sql: &str) -> BoxFuture<'a, sqlx::Result<()>>;
+    fn exec_outside<'a>(pool: &'a Pool<Self>, sql: &'static str) -> BoxFuture<'a, ()>;
     fn number<'a>(pool: &'a Pool<Self>, sql: &'static str) -> BoxFuture<'a, i64>;
     fn sweep_some(pool: &Pool<Self>) -> BoxFuture<'_, u64>;
 }
@@ -39,6 +40,9 @@ macro_rules! sql {
                 Box::pin(async move {
                     sqlx::query(AssertSqlSafe(sql)).execute(&mut *tx).await.map(drop)
                 })
+            }
+            fn exec_outside<'a>(pool: &'a Pool<Self>, sql: &'static str) -> BoxFuture<'a, ()> {
+                Box::pin(async move { drop(sqlx::query(sql).execute(pool).await.unwrap()) })
             }
             fn number<'a>(pool: &'a Pool<Self>, sql: &'static str) -> BoxFuture<'a, i64> {
                 Box::pin(async move { sqlx::query_scalar(sql).fetch_one(pool).await.unwrap() })
@@ -183,6 +187,52 @@ fn answer(status: u16, body: impl Into<String>) -> Response<Full<Bytes>> {
     Response::builder().status(status).body(Full::from(body)).unwrap()
 }
 
+/// It should not; then the record is all that is left to say so.
+async fn a_handler_that_commits_by_itself_and_dies_leaves_a_claim_that_nobody_runs_over<DB: Sql>(
+    world: World<DB>,
+) {
+    let pay = world.serve(|mut tx, run| async move {
+        DB::exec(&mut tx, PAY).await.unwrap();
+        DB::exec(&mut tx, "COMMIT").await.unwrap();
+        assert_ne!(run, 1, "dies");
+        answer(201, "")
+    });
+    assert_eq!(pay("k", "").await.status, 500);
+    for _ in 0..3 {
+        // It waits for the end of the lease.
+        assert_eq!(pay("k", "").await.status, 409);
+    }
+    let settled = "SELECT COUNT(*) FROM idempotency_records WHERE state = 3";
+    assert_eq!(DB::number(&world.pool, settled).await, 1, "and operators see it");
+    assert_eq!((world.effects().await, world.runs()), (1, 1));
+}
+
+async fn an_answer_is_kept_as_long_as_asked_and_little_longer<DB: Sql>(world: World<DB>) {
+    const RETENTION: i64 = 3_600_000;
+    let expires = "SELECT expires_at FROM idempotency_records";
+    let now = || {
+        let now = std::time::SystemTime::UNIX_EPOCH.elapsed().unwrap();
+        i64::try_from(now.as_millis()).unwrap()
+    };
+    let pay = world.serve(|mut tx, run| async move {
+        DB::exec(&mut tx, PAY).await.unwrap();
+        // Longer than the margin of the retention, or not.
+        tokio::time::sleep(Duration::from_millis(if run == 1 { 0 } else { 200 })).await;
+        answer(201, "")
+    });
+    for key in ["at once", "slow"] {
+        let began = now();
+        assert_eq!(pay(key, "").await.status, 201);
+        let ended = now();
+        let kept = DB::number(&world.pool, expires).await - RETENTION;
+        let margin = RETENTION / 65_536 + 1;
+        assert!(kept <= ended + margin, "{key}: {} ms more", kept - ended);
+        let least = if key == "slow" { began + 200 } else { began };
+        assert!(kept >= least, "{key}: {} ms less", least - kept);
+        DB::exec_outside(&world.pool, "DELETE FROM idempotency_records").await;
+    }
+}
+
 /// Makes two tests of a function over both databases.
 macro_rules! both {
     ($($(#[$attribute:meta])* $name:ident($config:expr);)+) => {
@@ -218,6 +268,12 @@ both! {
         config().retention(Duration::from_millis(300)).lease(Duration::from_millis(200))
     );
     a_transaction_is_taken_once_at_a_time(config());
+    a_handler_that_commits_by_itself_and_dies_leaves_a_claim_that_nobody_runs_over(
+        config().lease(Duration::from_secs(1))
+    );
+    an_answer_is_kept_as_long_as_asked_and_little_longer(
+        config().retention(Duration::from_secs(3_600))
+    );
 }
 
 async fn an_effect_and_its_answer_are_there_together_and_once<DB: Sql>(world: World<DB>) {

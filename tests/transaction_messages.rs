@@ -142,8 +142,7 @@ async fn a_fresh_request_is_four_messages_around_the_handlers_own_and_a_replay_i
     let look = "SELECT floor(";
     // The pool's own, when a connection comes back to it; none when it is lent.
     let back = "(ping)";
-    let begin =
-        "BEGIN ISOLATION LEVEL READ COMMITTED; SET LOCAL lock_timeout = 100; EXECUTE tower_";
+    let begin = "BEGIN ISOLATION LEVEL READ COMMITTED; EXECUTE tower_idempotency_claim_2(";
     let close = "UPDATE idempotency_records";
     let undo = "ROLLBACK TO SAVEPOINT idempotency_claim";
     for (name, told, expected) in [
@@ -153,7 +152,7 @@ async fn a_fresh_request_is_four_messages_around_the_handlers_own_and_a_replay_i
         for n in 0..TRIES {
             let said = said(&format!("{name}{n}"), told).await;
             if fits(&said, expected) {
-                let claim = "SET LOCAL lock_timeout = 5000; SAVEPOINT idempotency_claim";
+                let claim = ", '30000', '30000', '100', '5000'); SAVEPOINT idempotency_claim";
                 assert!(said[1].ends_with(claim), "{said:#?}");
                 break;
             }
@@ -179,7 +178,7 @@ async fn a_session_that_was_reset_is_made_able_again() {
     let pool = PgPoolOptions::new().max_connections(1).connect(&world.by_way).await.unwrap();
     let send = serve(PostgresStore::from_pool(pool.clone()), pay);
     assert_eq!(send("k").await.0, 201);
-    for (n, reset) in ["RESET ALL", "DEALLOCATE tower_idempotency_claim_1"].into_iter().enumerate()
+    for (n, reset) in ["RESET ALL", "DEALLOCATE tower_idempotency_claim_2"].into_iter().enumerate()
     {
         sqlx::raw_sql(reset).execute(&pool).await.unwrap();
         assert_eq!(send(&format!("after-{n}")).await, (201, false), "{reset}");
@@ -359,11 +358,11 @@ impl Subscriber for Statements {
 }
 
 #[test]
-fn a_fresh_request_goes_to_sqlite_four_times_and_a_replay_once() {
+fn a_fresh_request_goes_to_sqlite_three_times_and_a_replay_once() {
     // In a process of its own, whose other tests say nothing.
     if std::env::var_os("STATEMENTS").is_none() {
         let mut alone = std::process::Command::new(std::env::current_exe().unwrap());
-        let name = "a_fresh_request_goes_to_sqlite_four_times_and_a_replay_once";
+        let name = "a_fresh_request_goes_to_sqlite_three_times_and_a_replay_once";
         let done = alone.args(["--exact", name]).env("STATEMENTS", "1").output().unwrap();
         assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stdout));
         return;
@@ -388,10 +387,11 @@ fn a_fresh_request_goes_to_sqlite_four_times_and_a_replay_once() {
             std::mem::take(&mut *RUN.lock().unwrap())
         };
         run("first", (201, false)).await;
-        let (look, open) = ("SELECT record", "BEGIN IMMEDIATE; INSERT INTO");
+        // Behind the look in the same message are BEGIN and the claim.
+        let open = "SELECT record";
         // Behind it in the same message is COMMIT.
         let close = "UPDATE idempotency_records";
-        let fresh = &[look, open, "INSERT INTO effects", close][..];
+        let fresh = &[open, "INSERT INTO effects", close][..];
         for n in 0..TRIES {
             let run = run(&format!("k{n}"), (201, false)).await;
             if fits(&run, fresh) {
@@ -400,7 +400,7 @@ fn a_fresh_request_goes_to_sqlite_four_times_and_a_replay_once() {
             assert!(n + 1 < TRIES, "{run:#?}");
         }
         let again = run("first", (201, true)).await;
-        assert!(fits(&again, &[look]), "{again:#?}");
+        assert!(fits(&again, &[open]), "{again:#?}");
     });
 }
 
@@ -434,4 +434,43 @@ async fn a_handler_that_takes_its_claim_away_commits_nothing_in_sqlite() {
         .await
         .unwrap();
     assert_eq!((effects, records), (1, 1));
+}
+
+/// SQLite removes its log with the last connection.
+#[tokio::test]
+async fn the_connection_that_writes_is_one_beside_the_pool_and_goes_with_it() {
+    let folder = tempfile::tempdir().unwrap();
+    let log = folder.path().join("test.db-wal");
+    let gone = async |how: &str| {
+        let end = Instant::now() + BOUNDED;
+        while log.exists() {
+            assert!(Instant::now() < end, "{how}: a connection is left");
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+    };
+    for how in ["closed", "dropped"] {
+        let store = SqliteStore::open(folder.path().join("test.db")).await.unwrap();
+        store.migrate().await.unwrap();
+        let pool = store.pool().clone();
+        sqlx::raw_sql("CREATE TABLE IF NOT EXISTS effects (id INTEGER)")
+            .execute(&pool)
+            .await
+            .unwrap();
+        let send = serve(store, |mut tx: Tx<Sqlite>, _, _| async move {
+            sqlx::query(PAY).execute(&mut tx).await.map_or(500, |_| 201)
+        });
+        for n in 0..5 {
+            assert_eq!(send(&format!("{how}{n}")).await, (201, false));
+        }
+        assert_eq!(pool.size(), 1, "what made the tables, and no transaction since");
+        assert!(log.exists());
+        if how == "closed" {
+            pool.close().await;
+            gone(how).await;
+            assert_eq!(send("late").await.0, 503);
+            assert!(!log.exists());
+        }
+        drop((pool, send));
+        gone(how).await;
+    }
 }

@@ -22,6 +22,30 @@ const FIRST_LOOK: Duration = Duration::from_secs(1);
 /// A claim that took longer than this waited for somebody, and what it says of the time is old.
 const CLAIM_FRESH: Duration = Duration::from_millis(10);
 
+/// What a first claim starts from.
+struct Start {
+    clock: Clock,
+    /// It can be done in one message.
+    able: bool,
+}
+
+impl Start {
+    /// None behind a row, which may be past its retention: that is judged under its lock.
+    fn behind(peeked: &Peeked) -> Option<Self> {
+        let (_, at) = peeked.found.current();
+        peeked.found.row.is_none().then(|| Self { clock: Clock::at(at), able: peeked.able })
+    }
+}
+
+/// What came of a first claim.
+enum First {
+    Run(Grant, Claimed),
+    /// This is there, and nothing is open.
+    Found(Found),
+    /// Somebody has the key now, or it cannot be done in one message.
+    Not,
+}
+
 impl<DB: Backend> Core<DB> {
     /// Makes a claim. Nobody drops it: a BEGIN that is dropped on its way leaves an open transaction in the
     /// pool.
@@ -52,29 +76,52 @@ impl<DB: Backend> Core<DB> {
                 return Err(StoreError::new(StoreErrorKind::Unavailable, DB::STORE, "claim"));
             }
         };
-        let (mut session, peeked) = self.look(key, session).await.map_err(failed)?;
-        if let Some(outcome) = stands(&peeked.found, &claim) {
-            line.hand_on(session);
-            return Ok(outcome);
-        }
-        // A row that is there, though past its retention, is judged under its lock.
-        if peeked.found.row.is_none() {
-            match self.first(&mut session, key, &claim, &peeked).await {
-                Ok(Some((grant, claimed))) => {
-                    let open = Open::new(session, seat, turn);
-                    return Ok(self.granted(key, &claim, grant, open, Some(claimed)));
+        let (mut session, start) = match DB::here() {
+            Some(now) => {
+                let session = self.connected(session).await.map_err(failed)?;
+                (session, Some(Start { clock: Clock::at(now), able: true }))
+            }
+            None => {
+                let (session, peeked) = self.look(key, session).await.map_err(failed)?;
+                if let Some(outcome) = stands(&peeked.found, &claim) {
+                    line.hand_on(session);
+                    return Ok(outcome);
                 }
-                // A race is lost, and who has won it will be seen.
-                Ok(None) => Box::pin(session.rollback()).await,
-                Err(error) => {
-                    Box::pin(session.rollback()).await;
-                    return Self::refused(error);
+                (session, Start::behind(&peeked))
+            }
+        };
+        let first = match start {
+            Some(start) => self.first(&mut session, key, &claim, start).await,
+            None => Ok(First::Not),
+        };
+        match first {
+            Ok(First::Run(grant, claimed)) => {
+                let open = Open::new(session, seat, turn);
+                return Ok(self.granted(key, &claim, grant, open, Some(claimed)));
+            }
+            Ok(First::Found(found)) => {
+                if let Some(outcome) = stands(&found, &claim) {
+                    line.hand_on(session);
+                    return Ok(outcome);
                 }
+            }
+            // Who has it will be seen.
+            Ok(First::Not) => Box::pin(session.rollback()).await,
+            Err(error) => {
+                Box::pin(session.rollback()).await;
+                return Self::refused(error);
             }
         }
         match Box::pin(session.begun(self.shared().texts.begin.clone())).await {
             Ok(session) => Box::pin(self.take(key, claim, Open::new(session, seat, turn))).await,
             Err(error) => Self::refused(error),
+        }
+    }
+
+    async fn connected(&self, handed: Option<Session<DB>>) -> sqlx::Result<Session<DB>> {
+        match handed {
+            Some(session) => Ok(session),
+            None => Box::pin(Session::acquire_untested(self.writers())).await,
         }
     }
 
@@ -85,15 +132,12 @@ impl<DB: Backend> Core<DB> {
         key: StorageKey,
         handed: Option<Session<DB>>,
     ) -> sqlx::Result<(Session<DB>, Peeked)> {
-        let mut session = match handed {
-            Some(session) => session,
-            None => Box::pin(Session::acquire_untested(self.pool())).await?,
-        };
+        let mut session = self.connected(handed).await?;
         match session.peek(key, FIRST_LOOK).await {
             Ok(peeked) => Ok((session, peeked)),
             Err(error) if weigh::<DB>(&error) == Weight::Lost => {
                 let again = async {
-                    let mut session = Session::acquire(self.pool()).await?;
+                    let mut session = Session::acquire(self.writers()).await?;
                     let peeked = session.peek(key, ANSWER_WITHIN).await?;
                     Ok((session, peeked))
                 };
@@ -103,45 +147,48 @@ impl<DB: Backend> Core<DB> {
         }
     }
 
-    /// Opens a transaction and takes a key that nobody had a moment ago. None if somebody has it now, or
-    /// if it cannot be done in one message.
+    /// Opens a transaction and takes a key that nobody has.
     async fn first(
         &self,
         session: &mut Session<DB>,
         key: StorageKey,
         claim: &Claim,
-        peeked: &Peeked,
-    ) -> sqlx::Result<Option<(Grant, Claimed)>> {
-        let (_, at) = peeked.found.current();
-        let clock = Clock { at, read: Instant::now() };
-        if !peeked.able && !Box::pin(session.enable()).await? {
-            return Ok(None);
+        start: Start,
+    ) -> sqlx::Result<First> {
+        let Start { clock, able } = start;
+        if !able && !Box::pin(session.enable()).await? {
+            return Ok(First::Not);
         }
-        let Some((row, grant)) = first_row(key, claim, &clock) else { return Ok(None) };
+        let Some((row, grant)) = first_row(key, claim, &clock) else { return Ok(First::Not) };
         let asked = Instant::now();
-        if let Err(error) = session.open(&self.shared().texts.opening, &row).await {
-            return match weigh::<DB>(&error) {
-                Weight::Constraint => Ok(None),
-                // The session may have been reset. Whatever else it is, the longer way says it too.
-                Weight::Refused => {
-                    Box::pin(session.rollback()).await;
-                    Box::pin(session.enable()).await.map(|_| None)
-                }
-                Weight::Conflict
-                | Weight::Locked
-                | Weight::Lost
-                | Weight::Unreached
-                | Weight::Full => Err(error),
-            };
+        match session.open(&self.shared().texts.opening, &row).await {
+            Ok(None) => {}
+            Ok(Some(found)) => return Ok(First::Found(found)),
+            Err(error) => {
+                return match weigh::<DB>(&error) {
+                    Weight::Constraint => Ok(First::Not),
+                    // The session may have been reset. Whatever else it is, the longer way says it too.
+                    Weight::Refused => {
+                        Box::pin(session.rollback()).await;
+                        Box::pin(session.enable()).await.map(|_| First::Not)
+                    }
+                    Weight::Conflict
+                    | Weight::Locked
+                    | Weight::Lost
+                    | Weight::Unreached
+                    | Weight::Full => Err(error),
+                };
+            }
         }
         if asked.elapsed() <= CLAIM_FRESH {
-            return Ok(Some((grant, Claimed { record: row.record, clock })));
+            let Row { record, expires, .. } = row;
+            return Ok(First::Run(grant, Claimed { record, expires, clock }));
         }
         // It waited for somebody who may have claimed later than this claim says, with a higher fence.
-        let Some((row, grant)) = first_row(key, claim, &clock) else { return Ok(None) };
-        let record = row.record.clone();
+        let Some((row, grant)) = first_row(key, claim, &clock) else { return Ok(First::Not) };
+        let (record, expires) = (row.record.clone(), row.expires);
         match Box::pin(session.rewrite(row)).await? {
-            1 => Ok(Some((grant, Claimed { record, clock }))),
+            1 => Ok(First::Run(grant, Claimed { record, expires, clock })),
             _ => Err(sqlx::Error::RowNotFound),
         }
     }
@@ -243,10 +290,11 @@ impl<DB: Backend> Session<DB> {
 
 /// What is written for the first claim of a key.
 fn first_row(key: StorageKey, claim: &Claim, clock: &Clock) -> Option<(Row, Grant)> {
-    let Step { change, outcome } = record::claim(Current::Absent, clock.now(), claim);
+    let now = clock.now();
+    let Step { change, outcome } = record::claim(Current::Absent, now, claim);
     match (change, outcome) {
-        (Change::Write { record, expires }, ClaimOutcome::Acquired(grant)) => {
-            Some((Row::new(key, &record, expires), grant))
+        (Change::Write { record, .. }, ClaimOutcome::Acquired(grant)) => {
+            Some((Row::to_complete(key, &record, now, &claim.terms), grant))
         }
         _ => None,
     }

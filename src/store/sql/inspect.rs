@@ -62,7 +62,7 @@ pub(super) trait Inspected: Backend {
 }
 
 macro_rules! inspected {
-    ($database:ty, $connection:ty, $now:literal, $length:literal, $looking:expr) => {
+    ($database:ty, $connection:ty, $now:literal, $length:literal, $unsettled:literal, $looking:expr) => {
         impl $crate::store::sql::inspect::Inspected for $database {
             const LOOKING: Option<&'static str> = $looking;
 
@@ -79,7 +79,9 @@ macro_rules! inspected {
                     "SELECT expires_at, storage_key, substr(record, 1, 84), CAST(",
                     $length,
                     " AS bigint) FROM idempotency_records
-                      WHERE state IN (1, 3, 5) AND (expires_at, storage_key) > ($1, $2)
+                      WHERE ",
+                    $unsettled,
+                    " AND (expires_at, storage_key) > ($1, $2)
                       ORDER BY expires_at, storage_key LIMIT $3"
                 );
                 Box::pin(async move {

@@ -2,7 +2,8 @@
 //!
 //! A connection that goes back to its pool is asked there if it is alive, by the next one it is asked
 //! again, and in SQLite each connection has a page cache of its own, which another one's write makes
-//! worthless. So while somebody waits, whoever has committed hands turn and connection on.
+//! worthless. So while somebody waits, whoever has committed hands turn and connection on; and a connection that
+//! is there for nothing else stays here.
 
 use std::fmt;
 use std::future::Future;
@@ -48,14 +49,29 @@ pub(super) struct Line<DB: Backend> {
 /// comes back.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum Handing {
+    /// To whoever waits.
     On,
     Off,
+    /// To whoever comes next: there is one connection for all turns, and nobody else uses it.
+    Kept,
 }
 
 struct Shelf<DB: Backend> {
     waiting: usize,
-    /// Never more than there are who wait.
+    /// Never more than there are who wait; or the one that is kept.
     sessions: Vec<Session<DB>>,
+    closed: bool,
+}
+
+impl<DB: Backend> Shelf<DB> {
+    /// For how many connections there is a use.
+    fn room(&self, handing: Handing) -> usize {
+        match handing {
+            Handing::On => self.waiting,
+            Handing::Kept if !self.closed => 1,
+            Handing::Off | Handing::Kept => 0,
+        }
+    }
 }
 
 /// A place in the line.
@@ -71,7 +87,7 @@ pub(super) struct Turn<DB: Backend> {
 
 impl<DB: Backend> Line<DB> {
     pub(super) fn new(turns: usize, handing: Handing) -> Self {
-        let shelf = Mutex::new(Shelf { waiting: 0, sessions: Vec::new() });
+        let shelf = Mutex::new(Shelf { waiting: 0, sessions: Vec::new(), closed: false });
         let (given, window) = (AtomicUsize::new(0), Semaphore::new(1));
         let (turns_max, turns) = (turns, Arc::new(Semaphore::new(turns)));
         Self { turns, turns_max, given, window, handing, shelf }
@@ -93,7 +109,12 @@ impl<DB: Backend> Line<DB> {
     ) -> Result<Turn<DB>, Option<T>> {
         if let Ok(turn) = Arc::clone(&self.turns).try_acquire_owned() {
             self.given.fetch_add(1, Ordering::Relaxed);
-            return Ok(Turn { turn, session: None });
+            let session = match self.handing {
+                Handing::Kept => self.shelf().sessions.pop(),
+                // Those that are there are for whoever waits.
+                Handing::On | Handing::Off => None,
+            };
+            return Ok(Turn { turn, session });
         }
         let place = self.stand();
         let turn = Arc::clone(&self.turns).acquire_owned();
@@ -141,13 +162,23 @@ impl<DB: Backend> Line<DB> {
     /// For a session with nothing open on it: whoever waits gets it with the turn that comes next. Or else
     /// it goes back to its pool.
     pub(super) fn hand_on(&self, session: Session<DB>) {
-        if self.handing == Handing::Off || session.age() > HANDED_WITHIN {
+        if self.handing == Handing::On && session.age() > HANDED_WITHIN {
             return;
         }
         let mut shelf = self.shelf();
-        if shelf.waiting > shelf.sessions.len() {
+        if shelf.room(self.handing) > shelf.sessions.len() {
             shelf.sessions.push(session);
         }
+    }
+
+    /// Keeps no connection any more.
+    pub(super) fn close(&self) {
+        let kept = {
+            let mut shelf = self.shelf();
+            shelf.closed = true;
+            std::mem::take(&mut shelf.sessions)
+        };
+        drop(kept);
     }
 
     fn shelf(&self) -> MutexGuard<'_, Shelf<DB>> {
@@ -168,7 +199,7 @@ impl<DB: Backend> Drop for Place<'_, DB> {
         let nobodys = {
             let mut shelf = self.line.shelf();
             shelf.waiting -= 1;
-            let wanted = shelf.waiting.min(shelf.sessions.len());
+            let wanted = shelf.room(self.line.handing).min(shelf.sessions.len());
             shelf.sessions.split_off(wanted)
         };
         drop(nobodys);

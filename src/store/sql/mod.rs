@@ -42,7 +42,7 @@ pub use sqlx;
 pub use tx::{NoTx, Savepoint, Tx};
 
 use crate::error::{StoreError, StoreErrorKind};
-use crate::record::{Change, Current, Expires, Millis, Record, Step};
+use crate::record::{Change, Current, Expires, Millis, Record, Step, Terms};
 use crate::scope::StorageKey;
 
 /// A database that records can be kept in. Implemented here for both, and not to be implemented
@@ -76,6 +76,10 @@ pub trait Backend: Database + sealed::Sealed {
         key: StorageKey,
     ) -> BoxFuture<'_, sqlx::Result<u64>>;
 
+    /// The database's time, where that is the clock of this process. Then [`open`](Self::open) looks too.
+    #[doc(hidden)]
+    fn here() -> Option<Millis>;
+
     /// A look without a lock, of one who may go on to [`open`](Self::open).
     #[doc(hidden)]
     fn peek(
@@ -90,12 +94,14 @@ pub trait Backend: Database + sealed::Sealed {
     /// Begins a transaction, writes a row that was not there, and sets the handler's limits and the
     /// savepoint, all in one message. An error leaves a transaction that has to be rolled back; what is
     /// there already is one.
+    ///
+    /// Where it looks too, what a look without a lock found: then nothing is begun.
     #[doc(hidden)]
     fn open<'c>(
         connection: &'c mut Self::Connection,
         opening: &'c Opening,
         row: &'c Row,
-    ) -> BoxFuture<'c, sqlx::Result<()>>;
+    ) -> BoxFuture<'c, sqlx::Result<Option<Found>>>;
 
     /// Writes the last row of a transaction, in the place of this record, and of no other one: 0 if it is
     /// not there. Only COMMIT comes behind it, unless it [commits](Self::CLOSING_COMMITS) itself.
@@ -225,6 +231,12 @@ pub enum Weight {
     Refused,
 }
 
+/// What the column says of an answer.
+const COMPLETED: i16 = 4;
+/// The part of a retention by which a row may stay longer, while handlers that take no longer than that need not move
+/// it: for a day more than a second.
+const RETENTION_MARGIN: u32 = 65_536;
+
 /// How often a row is looked at that vanishes or appears between two statements. Each further look
 /// needs a commit of somebody else's in between.
 const LOOKS_MAX: u32 = 4;
@@ -244,6 +256,25 @@ impl Found {
 }
 
 impl Row {
+    /// What is written by a transaction that is to complete it as well. Nobody else sees it before that, unless the
+    /// handler commits by itself; then the record says what is so.
+    ///
+    /// A row whose state and expiry do not change has a place in the indexes once, and none among what nobody has
+    /// settled. So it says that it is completed, and that it expires as it will then, a little later than asked for.
+    fn to_complete(key: StorageKey, record: &Record, now: Millis, terms: &Terms) -> Self {
+        let margin = terms.retention / RETENTION_MARGIN;
+        let at = Expires::At(now.after(terms.retention.saturating_add(margin)));
+        Self { state: COMPLETED, ..Self::new(key, record, at) }
+    }
+
+    /// Leaves the expiry of the row that it replaces, if that is late enough.
+    fn expiring(mut self, before: Option<i64>) -> Self {
+        if self.expires <= before {
+            self.expires = None;
+        }
+        self
+    }
+
     fn new(key: StorageKey, record: &Record, expires: Expires) -> Self {
         let record = record.encode();
         // The same byte that says it in the record.
@@ -429,8 +460,15 @@ macro_rules! backend {
                 connection: &'c mut $connection,
                 opening: &'c $crate::store::sql::Opening,
                 row: &'c $crate::store::sql::Row,
-            ) -> futures_util::future::BoxFuture<'c, sqlx::Result<()>> {
+            ) -> futures_util::future::BoxFuture<
+                'c,
+                sqlx::Result<Option<$crate::store::sql::Found>>,
+            > {
                 Box::pin($texts::open(connection, opening, row))
+            }
+
+            fn here() -> Option<$crate::record::Millis> {
+                $texts::here()
             }
 
             fn close(

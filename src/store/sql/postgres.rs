@@ -17,6 +17,7 @@ use super::session::reason;
 use super::transactional::{Core, SAVEPOINT, Texts};
 use super::{Found, Opening, Peeked, Row, Weight, backend, not_done, store};
 use crate::error::StoreError;
+use crate::record::Millis;
 use crate::scope::StorageKey;
 
 /// The table, for a migration of one's own. [`PostgresStore::migrate`] runs it; it may run again.
@@ -25,13 +26,14 @@ use crate::scope::StorageKey;
 pub const SCHEMA: &str = "\
 CREATE TABLE IF NOT EXISTS idempotency_records (
     storage_key bytea PRIMARY KEY CHECK (octet_length(storage_key) = 24),
-    -- for people, the record says it too: 1 in flight, 2 open, 3 outcome unknown, 4 completed,
-    -- 5 in flight and nothing has happened yet
+    -- for people, the record says it too: 1 in flight, 2 open, 3 outcome unknown, 4 completed (or in
+    -- flight, in the transaction that is to complete it), 5 in flight and nothing has happened yet
     state smallint NOT NULL CHECK (state BETWEEN 1 AND 5),
     -- milliseconds since 1970; a row past it counts as absent
     expires_at bigint NOT NULL CHECK (expires_at > 0),
     record bytea NOT NULL CHECK (octet_length(record) > 0),
-    CHECK (get_byte(record, 0) <> 1 OR (octet_length(record) >= 84 AND get_byte(record, 1) = state))
+    CHECK (get_byte(record, 0) <> 1
+           OR (octet_length(record) >= 84 AND (state = 4 OR get_byte(record, 1) = state)))
 );
 CREATE INDEX IF NOT EXISTS idempotency_records_expires_at ON idempotency_records (expires_at);
 -- what nobody has settled, for operators
@@ -85,7 +87,7 @@ the server, this database or this user, and RESET takes it back'
 /// A look, and whether this session has prepared [`CLAIM`].
 const PEEK: &str = "
     SELECT floor(extract(epoch FROM clock_timestamp()) * 1000)::bigint, k.record, k.expires_at,
-           current_setting('tower_idempotency.enabled', true) IS NOT DISTINCT FROM '1'
+           current_setting('tower_idempotency.enabled', true) IS NOT DISTINCT FROM '2'
       FROM (SELECT 1) AS one
       LEFT JOIN idempotency_records AS k ON k.storage_key = $1";
 
@@ -97,6 +99,8 @@ const PEEK: &str = "
 /// snapshot too early:
 ///
 /// * `$5`, `$6`: how long the handler may leave its transaction alone, and how long a statement may take.
+/// * `$7`, `$8`: how long the claim waits for a lock, and the handler's statements. What is returned is made
+///   when the row is there, and so behind that wait.
 /// * Warnings are to be told, since a COMMIT may come with one.
 /// * The server looks every 250 ms if its client is still there. Otherwise the backend of a process that
 ///   died would go on with its statement, and hold the key until that ends. A look is one system call, and
@@ -110,10 +114,11 @@ const PEEK: &str = "
 /// Whoever is there already is a unique violation, not a row less: a message is answered as a whole.
 /// A look has gone before, so that this is a race that was lost.
 const CLAIM: &str = "\
-    PREPARE tower_idempotency_claim_1 (bytea, smallint, bytea, bigint, text, text) AS
+    PREPARE tower_idempotency_claim_2 (bytea, smallint, bytea, bigint, text, text, text, text) AS
     INSERT INTO idempotency_records (storage_key, state, record, expires_at)
     SELECT $1, $2, $3, $4
-     WHERE set_config('idle_in_transaction_session_timeout', $5, true) IS NOT NULL
+     WHERE set_config('lock_timeout', $7, true) IS NOT NULL
+       AND set_config('idle_in_transaction_session_timeout', $5, true) IS NOT NULL
        AND set_config('statement_timeout', $6, true) IS NOT NULL
        AND set_config('client_min_messages', 'warning', true) IS NOT NULL
        AND CASE WHEN current_setting('client_connection_check_interval', true) = '0'
@@ -127,10 +132,11 @@ const CLAIM: &str = "\
                  AND set_config('tcp_keepalives_interval', '1', true) IS NOT NULL
                  AND set_config('tcp_keepalives_count', '3', true) IS NOT NULL
                  AND set_config('tcp_user_timeout', '10000', true) IS NOT NULL
-                ELSE true END";
+                ELSE true END
+    RETURNING set_config('lock_timeout', $8, true)";
 
 /// Says that [`CLAIM`] is prepared. A session that is reset loses both.
-const ENABLED: &str = "SET tower_idempotency.enabled = '1'";
+const ENABLED: &str = "SET tower_idempotency.enabled = '2'";
 
 struct Sql;
 
@@ -175,7 +181,11 @@ impl Sql {
     }
 
     /// By the driver's own BEGIN, which takes several statements and writes none of them to a log.
-    async fn open(connection: &mut PgConnection, opening: &Opening, row: &Row) -> sqlx::Result<()> {
+    async fn open(
+        connection: &mut PgConnection,
+        opening: &Opening,
+        row: &Row,
+    ) -> sqlx::Result<Option<Found>> {
         let Opening { before, behind } = opening;
         let room = 2 * (row.key.as_bytes().len() + row.record.len()) + 64;
         let mut text = String::with_capacity(before.len() + room + behind.len());
@@ -187,7 +197,12 @@ impl Sql {
         push_bytes(&mut text, &row.record);
         let _ = write!(text, ", {expires}");
         text.push_str(behind);
-        PgTransactionManager::begin(connection, Some(AssertSqlSafe(text).into_sql_str())).await
+        let text = AssertSqlSafe(text).into_sql_str();
+        PgTransactionManager::begin(connection, Some(text)).await.map(|()| None)
+    }
+
+    fn here() -> Option<Millis> {
+        None
     }
 
     fn closed(done: sqlx::Result<PgQueryResult>) -> sqlx::Result<u64> {
@@ -290,7 +305,7 @@ pub enum Isolation {
 /// pool is kept out of that (of a pool of one: none), for finding out what became of a COMMIT, for
 /// replays, and for handlers that use the pool beside their [`Tx`](super::Tx). Twins take none.
 ///
-/// On its first claim a connection prepares a statement by the name of `tower_idempotency_claim_1`, and the
+/// On its first claim a connection prepares a statement by the name of `tower_idempotency_claim_2`, and the
 /// setting `tower_idempotency.enabled` of its session says so. A pool that [`connect`](Self::connect) makes
 /// does not ask a connection that was used within a second if it is alive, and while requests wait for
 /// their turn, connections are handed from one to the next without it.
@@ -327,6 +342,7 @@ inspected!(
     PgConnection,
     "floor(extract(epoch FROM clock_timestamp()) * 1000)::bigint",
     "octet_length(record)",
+    "state IN (1, 3, 5)",
     // Long enough for a busy server, short enough that nobody believes the tools hang.
     Some("BEGIN; SET LOCAL lock_timeout = 2000; SET LOCAL statement_timeout = 5000")
 );
@@ -472,16 +488,13 @@ impl PostgresStoreBuilder {
         let turns = pool.options().get_max_connections().saturating_sub(1).max(1) as usize;
         let lease = lease(pool.clone());
         let opening = Opening {
-            before: format!(
-                "BEGIN ISOLATION LEVEL {level}; SET LOCAL lock_timeout = {}; \
-                 EXECUTE tower_idempotency_claim_1(",
-                ms(CLAIM_LOCK)
-            )
-            .into(),
+            before: format!("BEGIN ISOLATION LEVEL {level}; EXECUTE tower_idempotency_claim_2(")
+                .into(),
             behind: format!(
-                ", '{}', '{}'); SET LOCAL lock_timeout = {}; {SAVEPOINT}",
+                ", '{}', '{}', '{}', '{}'); {SAVEPOINT}",
                 ms(idle_timeout),
                 ms(statement_timeout),
+                ms(CLAIM_LOCK),
                 ms(lock_timeout)
             )
             .into(),

@@ -13,7 +13,7 @@ use sqlx::{Connection as _, Pool, SqlStr};
 use tokio::time::timeout;
 
 use super::notice::watched;
-use super::{Backend, Opening, Row, Weight, weigh};
+use super::{Backend, Found, Opening, Row, Weight, weigh};
 
 /// How long a statement of the store itself may take. It waits for a lock for a tenth of a second, and
 /// reads or writes one row by its key: whoever does not answer by then does not answer.
@@ -113,13 +113,19 @@ impl<DB: Backend> Session<DB> {
         Ok(self)
     }
 
-    /// Begins a transaction and claims in it.
-    pub(super) async fn open(&mut self, opening: &Opening, row: &Row) -> sqlx::Result<()> {
+    /// Begins a transaction and claims in it; or tells what is there.
+    pub(super) async fn open(
+        &mut self,
+        opening: &Opening,
+        row: &Row,
+    ) -> sqlx::Result<Option<Found>> {
         // From here on something may be open.
         self.open = true;
         let opened = DB::open(self.connection()?, opening, row);
         let opened = bounded::<DB, _>(ANSWER_WITHIN, opened).await;
-        self.seen(opened)
+        let found = self.seen(opened)?;
+        self.open = found.is_none();
+        Ok(found)
     }
 
     /// How long it has been out of its pool.

@@ -6,7 +6,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use bytes::Bytes;
 use sqlx::sqlite::{
     SqliteConnectOptions, SqliteConnection, SqliteJournalMode, SqlitePool, SqlitePoolOptions,
-    SqliteQueryResult, SqliteSynchronous,
+    SqliteQueryResult, SqliteRow, SqliteSynchronous,
 };
 use sqlx::{AssertSqlSafe, Row as _, SqlSafeStr as _, SqlStr, Sqlite};
 
@@ -16,25 +16,27 @@ use super::line::{Handing, Line};
 use super::transactional::{Core, SAVEPOINT, Texts};
 use super::{Found, Opening, Peeked, Row, Weight, backend, not_done, store};
 use crate::error::{StoreError, StoreErrorKind};
+use crate::record::Millis;
 use crate::scope::StorageKey;
 
 /// The table, for a migration of one's own. [`SqliteStore::migrate`] runs it; it may run again.
 pub const SCHEMA: &str = "\
 CREATE TABLE IF NOT EXISTS idempotency_records (
     storage_key BLOB NOT NULL PRIMARY KEY CHECK (typeof(storage_key) = 'blob' AND length(storage_key) = 24),
-    -- for people, the record says it too: 1 in flight, 2 open, 3 outcome unknown, 4 completed,
-    -- 5 in flight and nothing has happened yet
+    -- for people, the record says it too: 1 in flight, 2 open, 3 outcome unknown, 4 completed (or in
+    -- flight, in the transaction that is to complete it), 5 in flight and nothing has happened yet
     state INTEGER NOT NULL CHECK (state BETWEEN 1 AND 5),
     -- milliseconds since 1970; a row past it counts as absent
     expires_at INTEGER NOT NULL CHECK (expires_at > 0),
     record BLOB NOT NULL CHECK (typeof(record) = 'blob' AND length(record) > 0),
     CHECK (substr(record, 1, 1) <> x'01'
-           OR (length(record) >= 84 AND hex(substr(record, 2, 1)) = printf('%02X', state)))
+           OR (length(record) >= 84
+               AND (state = 4 OR hex(substr(record, 2, 1)) = printf('%02X', state))))
 ) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS idempotency_records_expires_at ON idempotency_records (expires_at);
--- what nobody has settled, for operators
+-- what nobody has settled, for operators; of a list of states SQLite makes a table for each row that is written
 CREATE INDEX IF NOT EXISTS idempotency_records_unsettled
-    ON idempotency_records (expires_at, storage_key) WHERE state IN (1, 3, 5);
+    ON idempotency_records (expires_at, storage_key) WHERE state <> 2 AND state <> 4;
 -- what operators changed; rows may be removed when nobody needs them any more
 CREATE TABLE IF NOT EXISTS idempotency_trail (
     id BLOB NOT NULL PRIMARY KEY CHECK (typeof(id) = 'blob' AND length(id) = 16),
@@ -77,11 +79,17 @@ impl Sql {
          WHERE storage_key = $1 AND record = $5;
         SELECT CASE changes() WHEN 1 THEN 1 ELSE abs(-9223372036854775807 - 1) END;
         COMMIT";
-    /// A clock of this machine is this process's clock.
     const PEEK: &str = "SELECT record, expires_at FROM idempotency_records WHERE storage_key = $1";
-    /// One way to the thread of the connection instead of three. The driver keeps each of the statements
+    /// One way to the thread of the connection instead of four. The driver keeps each of the statements
     /// prepared.
+    ///
+    /// Behind a row that is there nothing is to run: the driver leaves off at the first row, and a second one would
+    /// be an error, as in [`CLOSE`](Self::CLOSE).
     const OPEN: &str = "
+        SELECT record, expires_at FROM idempotency_records WHERE storage_key = $1
+         UNION ALL
+        SELECT NULL, CASE WHEN state IS NOT NULL THEN abs(-9223372036854775807 - 1) END
+          FROM idempotency_records WHERE storage_key = $1;
         BEGIN IMMEDIATE;
         INSERT INTO idempotency_records (storage_key, state, record, expires_at)
         VALUES ($1, $2, $3, $4);
@@ -119,15 +127,22 @@ impl Sql {
     async fn peek(connection: &mut SqliteConnection, key: StorageKey) -> sqlx::Result<Peeked> {
         let peek = sqlx::query(Self::PEEK).bind(&key.as_bytes()[..]);
         let row = peek.fetch_optional(connection).await?;
-        let row = match row {
-            Some(row) => {
-                Some((Bytes::from(row.try_get::<Vec<u8>, _>(0)?), row.try_get::<i64, _>(1)?))
-            }
-            None => None,
-        };
+        let row = row.as_ref().map(Self::row).transpose()?;
+        Ok(Peeked { found: Found { now: Self::now(), row }, able: true })
+    }
+
+    fn row(row: &SqliteRow) -> sqlx::Result<(Bytes, i64)> {
+        Ok((Bytes::from(row.try_get::<Vec<u8>, _>(0)?), row.try_get(1)?))
+    }
+
+    /// A clock of this machine is this process's clock.
+    fn now() -> i64 {
         let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-        let now = i64::try_from(now.as_millis()).unwrap_or(i64::MAX);
-        Ok(Peeked { found: Found { now, row }, able: true })
+        i64::try_from(now.as_millis()).unwrap_or(i64::MAX)
+    }
+
+    fn here() -> Option<Millis> {
+        Some(Millis(Self::now().unsigned_abs()))
     }
 
     /// SQLITE_ERROR is what the sum comes to.
@@ -143,15 +158,19 @@ impl Sql {
         Ok(())
     }
 
-    async fn open(connection: &mut SqliteConnection, _: &Opening, row: &Row) -> sqlx::Result<()> {
-        sqlx::query(Self::OPEN)
+    async fn open(
+        connection: &mut SqliteConnection,
+        _: &Opening,
+        row: &Row,
+    ) -> sqlx::Result<Option<Found>> {
+        let open = sqlx::query(Self::OPEN)
             .bind(&row.key.as_bytes()[..])
             .bind(row.state)
             .bind(&row.record[..])
-            .bind(row.expires)
-            .execute(connection)
-            .await
-            .map(drop)
+            .bind(row.expires);
+        let found = open.fetch_optional(connection).await?;
+        let found = found.as_ref().map(Self::row).transpose()?;
+        Ok(found.map(|row| Found { now: Self::now(), row: Some(row) }))
     }
 
     // Transactions are begun and ended by statements, not by the driver's own commands: these are parsed
@@ -188,8 +207,8 @@ const BUSY: Duration = Duration::from_secs(5);
 /// How often a file that others are making is opened, and after which pause: two seconds in all.
 const OPENINGS: u32 = 20;
 const OPENING_PAUSE: Duration = Duration::from_millis(100);
-/// One writes, the others read.
-const CONNECTIONS: u32 = 5;
+/// For reading, for operators, and for handlers that use the pool beside their transaction.
+const CONNECTIONS: u32 = 4;
 
 /// A transactional store in an SQLite file: key, the handler's writes and the stored response commit
 /// together or not at all.
@@ -215,6 +234,7 @@ inspected!(
     SqliteConnection,
     "CAST(strftime('%s', 'now') AS INTEGER) * 1000 + CAST(substr(strftime('%f', 'now'), 4) AS INTEGER)",
     "length(record)",
+    "state <> 2 AND state <> 4",
     None
 );
 inspect!(SqliteStore, |store| store.0.lease());
@@ -267,7 +287,10 @@ impl SqliteStore {
     /// [`StoreError`] if it cannot be opened, or may not be written. `:memory:` is refused: a database in
     /// memory belongs to one connection.
     pub async fn open(path: impl AsRef<Path>) -> Result<Self, StoreError> {
-        Ok(Self::new(open(path.as_ref()).await?, Handing::On))
+        let pool = open(path.as_ref()).await?;
+        let store = Self::new(writer(&pool), pool, Handing::Kept);
+        store.0.close_with_pool();
+        Ok(store)
     }
 
     /// On a pool that is there.
@@ -277,16 +300,16 @@ impl SqliteStore {
     /// be `FULL` (or `EXTRA`), which is the default.
     pub async fn from_pool(pool: SqlitePool) -> Result<Self, StoreError> {
         durable(&pool).await?;
-        Ok(Self::new(pool, Handing::Off))
+        Ok(Self::new(pool.clone(), pool, Handing::Off))
     }
 
-    fn new(pool: SqlitePool, handing: Handing) -> Self {
+    fn new(writers: SqlitePool, pool: SqlitePool, handing: Handing) -> Self {
         let lease = LeaseCore::new(pool.clone(), BEGIN.into_sql_str());
         let claimed = SAVEPOINT.into_sql_str();
         let opening = Opening { before: Box::default(), behind: Box::default() };
         let begin = BEGIN.into_sql_str();
         let texts = Texts { begin, claimed, opening, unlimited: None, patience: None };
-        Self(Core::new(pool, Line::new(1, handing), texts, lease))
+        Self(Core::with_writers(writers, pool, Line::new(1, handing), texts, lease))
     }
 
     /// Makes the table if it is not there.
@@ -297,7 +320,8 @@ impl SqliteStore {
         migrate(self.pool()).await
     }
 
-    /// The pool.
+    /// The pool. A store that [`open`](Self::open) made has one more connection, for its transactions; it is
+    /// closed with the pool.
     #[must_use]
     pub fn pool(&self) -> &SqlitePool {
         self.0.pool()
@@ -390,6 +414,18 @@ fn options(path: &Path) -> Result<SqliteConnectOptions, StoreError> {
         .filename(path)
         .synchronous(SqliteSynchronous::Full)
         .busy_timeout(BUSY))
+}
+
+/// The one that writes, apart from those that read: another connection's write makes all that one remembers of the
+/// file worthless.
+fn writer(pool: &SqlitePool) -> SqlitePool {
+    let options = SqliteConnectOptions::clone(&pool.connect_options());
+    SqlitePoolOptions::new()
+        .max_connections(1)
+        .test_before_acquire(false)
+        .idle_timeout(None)
+        .max_lifetime(None)
+        .connect_lazy_with(options)
 }
 
 async fn connect(options: SqliteConnectOptions) -> Result<SqlitePool, StoreError> {

@@ -32,6 +32,8 @@ pub(super) struct Core<DB: Backend>(Arc<Shared<DB>>);
 
 pub(super) struct Shared<DB: Backend> {
     pool: Pool<DB>,
+    /// What transactions take their connections from: the pool, or one beside it that nobody else uses.
+    writers: Pool<DB>,
     pub(super) texts: Texts,
     desk: Arc<Desk>,
     pub(super) line: Line<DB>,
@@ -72,6 +74,7 @@ pub(super) struct Running<DB: Backend> {
 /// A row that this transaction has written.
 pub(super) struct Claimed {
     pub(super) record: Bytes,
+    pub(super) expires: Option<i64>,
     pub(super) clock: Clock,
 }
 
@@ -83,6 +86,11 @@ pub(super) struct Clock {
 }
 
 impl Clock {
+    /// It has just been read.
+    pub(super) fn at(at: Millis) -> Self {
+        Self { at, read: Instant::now() }
+    }
+
     pub(super) fn now(&self) -> Millis {
         let since = u64::try_from(self.read.elapsed().as_millis()).unwrap_or(u64::MAX);
         Millis(self.at.0.saturating_add(since))
@@ -120,8 +128,35 @@ impl<DB: Backend> Clone for Core<DB> {
 
 impl<DB: Backend> Core<DB> {
     pub(super) fn new(pool: Pool<DB>, line: Line<DB>, texts: Texts, lease: LeaseCore<DB>) -> Self {
+        Self::with_writers(pool.clone(), pool, line, texts, lease)
+    }
+
+    pub(super) fn with_writers(
+        writers: Pool<DB>,
+        pool: Pool<DB>,
+        line: Line<DB>,
+        texts: Texts,
+        lease: LeaseCore<DB>,
+    ) -> Self {
         let (desk, adrift) = (Arc::default(), AtomicUsize::new(0));
-        Self(Arc::new(Shared { pool, texts, desk, line, adrift, lease }))
+        Self(Arc::new(Shared { pool, writers, texts, desk, line, adrift, lease }))
+    }
+
+    /// Closes what is beside the pool when the pool is closed, or nobody has it any more.
+    pub(super) fn close_with_pool(&self) {
+        let (shared, writers) = (Arc::downgrade(&self.0), self.0.writers.clone());
+        let closed = self.0.pool.close_event();
+        drop(tokio::spawn(async move {
+            closed.await;
+            if let Some(shared) = shared.upgrade() {
+                shared.line.close();
+            }
+            writers.close().await;
+        }));
+    }
+
+    pub(super) fn writers(&self) -> &Pool<DB> {
+        &self.0.writers
     }
 
     pub(super) fn name(&self) -> &'static str {
@@ -365,7 +400,7 @@ impl<DB: Backend> Core<DB> {
                 DB::run(connection, sqlx::SqlSafeStr::into_sql_str(UNDO)).await?;
             }
             let verb = |current, now| record::complete(current, now, owner, completion);
-            if let Some(Claimed { record, clock }) = claimed {
+            if let Some(Claimed { record, expires: before, clock }) = claimed {
                 // Nobody else can have changed what this transaction has written; whether the handler
                 // has, the statement sees.
                 let current = Current::from_stored(Some(record.clone()));
@@ -373,7 +408,7 @@ impl<DB: Backend> Core<DB> {
                 if let (Change::Write { record: completed, expires }, CompleteOutcome::Stored) =
                     (change, &outcome)
                 {
-                    let row = Row::new(key, &completed, expires);
+                    let row = Row::new(key, &completed, expires).expiring(*before);
                     if DB::close(connection, record.clone(), row).await? == 1 {
                         let committed = DB::CLOSING_COMMITS;
                         return Ok((
