@@ -27,7 +27,7 @@ pub(crate) struct Flags {
 
     /// Where idempotency records are kept: `sqlite:PATH`, `postgres://…`, `redis://HOST:PORT`,
     /// `redis+sentinel://HOST:PORT,…/MASTER`, `redis+cluster://HOST:PORT,…` or `memory:`; Redis with
-    /// `?wait=N` for N replicas that have to confirm [default: in the file of the ledger].
+    /// `?wait=N` for N replicas that have to confirm, `redis://` with `?pool=N` through a pool [default: in the file of the ledger].
     #[arg(long, env = "PAYMENTS_STORE", value_name = "URL", hide_env_values = true)]
     #[arg(value_parser = store)]
     store: Option<Result<StoreUrl, String>>,
@@ -176,9 +176,10 @@ impl Flags {
                     .claim_within(QUEUE_WITHIN)
                     .complete_within(QUEUE_WITHIN)
             },
-            StoreUrl::Memory | StoreUrl::Redis(_) | StoreUrl::Postgres(_) => {
-                |builder: ConfigBuilder| builder
-            }
+            StoreUrl::Memory
+            | StoreUrl::Redis(_)
+            | StoreUrl::Pool { .. }
+            | StoreUrl::Postgres(_) => |builder: ConfigBuilder| builder,
         };
         let common = || {
             patience(Config::builder())

@@ -2,13 +2,15 @@
 
 use std::error::Error;
 use std::fmt;
+use std::num::NonZeroU16;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::sync::Arc;
 use std::time::Duration;
 
 use tower_idempotency::store::redis::RedisAddress;
-use tower_idempotency::{MemoryStore, PostgresStore, RedisStore, SqliteStore, Store, StoreError};
+use tower_idempotency::store::redis::deadpool_redis::{Manager, Pool};
+use tower_idempotency::{MemoryStore, PostgresStore, RedisStore, SqliteStore, Store};
 
 use crate::ledger::{Database, Deduplicate, Ledger};
 
@@ -19,6 +21,8 @@ pub(crate) enum StoreUrl {
     Memory,
     /// Redis: one server, a group that Sentinels watch, or a cluster.
     Redis(RedisAddress),
+    /// One Redis server through a pool, as a program has that runs one anyway.
+    Pool { url: String, connections: usize },
     /// A file, which holds the ledger too.
     Sqlite(PathBuf),
     /// A PostgreSQL server, which holds the ledger too.
@@ -38,7 +42,7 @@ impl StoreUrl {
         deduplicate: Deduplicate,
     ) -> Result<(Arc<dyn Store>, Ledger), String> {
         let opened = async {
-            let (store, database) = self.connect().await.map_err(|error| chain(&error))?;
+            let (store, database) = self.connect().await.map_err(|error| chain(&*error))?;
             store.ready().await.map_err(|error| chain(&error))?;
             Ok::<_, String>((store, database))
         };
@@ -58,13 +62,22 @@ impl StoreUrl {
         Ok((store, books))
     }
 
-    async fn connect(&self) -> Result<(Arc<dyn Store>, Option<Database>), StoreError> {
+    async fn connect(&self) -> Result<(Arc<dyn Store>, Option<Database>), Box<dyn Error>> {
         Ok(match self {
             Self::Memory => (Arc::new(MemoryStore::new()), None),
             Self::Redis(address) => {
                 // TLS needs a provider, which is the program's choice. Fails if there is one already.
                 let _ = rustls::crypto::ring::default_provider().install_default();
                 (Arc::new(RedisStore::builder().connect_to(address).await?), None)
+            }
+            Self::Pool { url, connections } => {
+                let pool = Pool::builder(Manager::new(url.as_str())?).max_size(*connections);
+                let store = RedisStore::from_pool(pool.build()?);
+                // What a connection of the store's own says by itself.
+                for concern in store.check().await? {
+                    tracing::warn!("Redis: {concern}");
+                }
+                (Arc::new(store), None)
             }
             Self::Sqlite(path) => {
                 let store = SqliteStore::open(path).await?;
@@ -86,7 +99,7 @@ impl StoreUrl {
     /// Where the ledger is, in words.
     pub(crate) fn ledger(&self, file: &Path) -> String {
         match self {
-            Self::Memory | Self::Redis(_) => file.display().to_string(),
+            Self::Memory | Self::Redis(_) | Self::Pool { .. } => file.display().to_string(),
             Self::Sqlite(path) => path.display().to_string(),
             Self::Postgres(_) => "in the store's database".to_owned(),
         }
@@ -108,11 +121,21 @@ impl FromStr for StoreUrl {
             // `rediss`, `redis+cluster` and so on: which there are the library knows.
             _ if scheme.starts_with("redis") => {
                 if rest.len() > 2 && rest.starts_with("//") {
-                    let address = url.parse::<RedisAddress>();
-                    return address.map(Self::Redis).map_err(|error| match error.reason() {
-                        Some(reason) => reason.to_string(),
-                        None => error.to_string(),
-                    });
+                    let (place, connections) = match url.split_once("?pool=") {
+                        Some((place, number)) if scheme == "redis" => (place, Some(number)),
+                        _ => (url, None),
+                    };
+                    let address = place.parse::<RedisAddress>().map_err(|error| {
+                        error.reason().map_or_else(|| error.to_string(), ToString::to_string)
+                    })?;
+                    let Some(number) = connections else { return Ok(Self::Redis(address)) };
+                    let number = number.parse::<NonZeroU16>();
+                    let connections = number.map_err(|_| {
+                        "pool= takes a number of connections, and stands alone: \
+                         redis://127.0.0.1:6379?pool=16"
+                    })?;
+                    let (url, connections) = (place.to_owned(), connections.get().into());
+                    return Ok(Self::Pool { url, connections });
                 }
                 let places = match scheme.split_once('+') {
                     Some((_, "sentinel")) => "host:26379,host:26379/master-name",
@@ -149,6 +172,11 @@ impl fmt::Display for StoreUrl {
                 None | Some(0) => write!(f, "{address}"),
                 Some(wait) => write!(f, "{address} (waits for {wait} replicas)"),
             },
+            Self::Pool { url, connections } => {
+                // It was one when it was read.
+                let place = url.parse::<RedisAddress>().map_err(|_| fmt::Error)?;
+                write!(f, "{place} (a pool of {connections})")
+            }
             Self::Sqlite(path) => write!(f, "sqlite:{}", path.display()),
             Self::Postgres(url) => {
                 let rest = url.split_once("://").map_or("", |(_, rest)| rest);
@@ -199,6 +227,8 @@ mod tests {
         ] {
             assert!(matches!(url.parse(), Ok(StoreUrl::Redis(_))), "{url}");
         }
+        let pool: StoreUrl = "redis://h:1?pool=2".parse().unwrap();
+        assert_eq!(pool, StoreUrl::Pool { url: "redis://h:1".to_owned(), connections: 2 });
         for url in [
             "",
             "memory",
@@ -213,6 +243,10 @@ mod tests {
             "redis+cluster:",
             "redis+sentinel://",
             "redis://h?wait=many",
+            "redis://h?pool=0",
+            "redis://h?pool=2&wait=1",
+            "redis://h?wait=1&pool=2",
+            "redis+cluster://a:1,b:2?pool=2",
         ] {
             assert!(url.parse::<StoreUrl>().is_err(), "{url}");
         }
@@ -223,6 +257,9 @@ mod tests {
         let url: StoreUrl = "redis://u:s3cr@t@h:1/2".parse().unwrap();
         assert_eq!(url.to_string(), "redis://h:1/2");
         assert_eq!(format!("{url:?}"), "StoreUrl(redis://h:1/2)");
+        let url: StoreUrl = "redis://u:s3cr@t@h:1/2?pool=4".parse().unwrap();
+        assert_eq!(url.to_string(), "redis://h:1/2 (a pool of 4)");
+        assert_eq!(format!("{url:?}"), "StoreUrl(redis://h:1/2 (a pool of 4))");
         let url: StoreUrl =
             "redis+sentinel://:s3cret@a:1,b:2/m?wait=2&protocol=resp3".parse().unwrap();
         assert_eq!(url.to_string(), "redis+sentinel://a:1,b:2/m (waits for 2 replicas)");

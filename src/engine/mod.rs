@@ -297,7 +297,9 @@ impl Engine {
         T: Send + 'static,
     {
         if self.0.closing.is_cancelled() {
-            return Err(unavailable());
+            let rejection = unavailable();
+            observe::refused(rejection.kind(), Some(call.storage_key));
+            return Err(rejection);
         }
         let most = call.policy.in_flight_per_caller;
         let Some(place) = self.0.quota.enter(call.caller, call.storage_key, most) else {

@@ -11,7 +11,7 @@ use tokio::sync::Barrier;
 
 use crate::invariants::{End, Promise};
 use crate::sandbox::{Answer, Call, Connection};
-use crate::site::{Site, USUAL, begins, is, is_paid, is_unknown, ms, sleep};
+use crate::site::{Site, USUAL, begins, is, is_paid, is_unknown, metric, ms, sleep};
 
 /// How a client leaves.
 #[derive(Clone, Copy, Debug)]
@@ -66,31 +66,54 @@ async fn a1_a_client_that_leaves_is_charged_once_and_finds_its_receipt() {
     site.check(Promise::AtMostOnce).await;
 }
 
+/// All of the payment has come, so that it would be paid by whoever goes on without the end of the body.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a2_a_broken_upload_leaves_no_trace() {
     let site = Site::start(&[]).await;
-    let head = "POST /v1/payments HTTP/1.1\r\nhost: x\r\nauthorization: Bearer sk_test_acme\r\n\
-                idempotency-key: broken\r\ncontent-type: application/json\r\n\
-                content-length: 500\r\n\r\n{\"amount\":";
-    let mut stream = TcpStream::connect(site.one.address).await.unwrap();
-    stream.write_all(head.as_bytes()).await.unwrap();
-    sleep(200).await;
-    assert_eq!(site.records(), Vec::<String>::new(), "nothing is claimed before the whole body");
-    // It says no more: what has come so far was read, and is refused.
-    stream.shutdown().await.unwrap();
-    let mut answer = Vec::new();
-    stream.read_to_end(&mut answer).await.unwrap();
-    let answer = String::from_utf8(answer).unwrap();
-    assert!(
-        answer.starts_with("HTTP/1.1 408 ") || answer.starts_with("HTTP/1.1 400 "),
-        "{answer:?}"
-    );
-    // Another one is gone without a word.
-    let mut stream = TcpStream::connect(site.one.address).await.unwrap();
-    stream.write_all(head.as_bytes()).await.unwrap();
-    drop(stream);
-    assert_eq!(site.records(), Vec::<String>::new());
-    assert_eq!(site.two.charges().await, 0);
+    let payment = json!({ "amount": USUAL, "currency": "usd", "source": "tok_visa" }).to_string();
+    let length = payment.len();
+    let bodies = [
+        format!("content-length: {}\r\n\r\n{payment}", length + 1),
+        format!("transfer-encoding: chunked\r\n\r\n{length:x}\r\n{payment}\r\n"),
+    ];
+    let mut broken = 0;
+    for body in &bodies {
+        for leaves in [Leaves::Closes, Leaves::Resets, Leaves::HalfCloses] {
+            let request = format!(
+                "POST /v1/payments HTTP/1.1\r\nhost: x\r\nauthorization: Bearer sk_test_acme\r\n\
+                 idempotency-key: broken\r\ncontent-type: application/json\r\n{body}"
+            );
+            let mut stream = TcpStream::connect(site.one.address).await.unwrap();
+            stream.write_all(request.as_bytes()).await.unwrap();
+            sleep(100).await;
+            assert_eq!(site.records(), [""; 0], "nothing is claimed before the whole body");
+            match leaves {
+                Leaves::Closes => drop(stream),
+                Leaves::Resets => {
+                    stream.set_zero_linger().unwrap();
+                    drop(stream);
+                }
+                Leaves::HalfCloses => {
+                    stream.shutdown().await.unwrap();
+                    let mut answer = String::new();
+                    stream.read_to_string(&mut answer).await.unwrap();
+                    assert!(answer.starts_with("HTTP/1.1 408 "), "{answer}");
+                    assert!(answer.contains("idempotency_request_incomplete"), "{answer}");
+                }
+            }
+            broken += 1;
+            // The server has found out, and is done with it.
+            let end = Instant::now() + ms(20_000);
+            let refused = async || metric(&site.one, "idempotency_requests", "incomplete").await;
+            while refused().await < broken {
+                assert_eq!(site.two.charges().await, 0, "{leaves:?}: a part was paid");
+                assert!(Instant::now() < end, "{leaves:?}: it was not taken for a broken one");
+                sleep(5).await;
+            }
+            assert_eq!(site.records(), [""; 0], "{leaves:?}");
+            assert_eq!(site.two.charges().await, 0, "{leaves:?}");
+        }
+    }
     is_paid(&site.settled("broken", "tok_visa").await);
     assert_eq!(site.two.ledger().await["entries"][0]["attempt"], 1);
     site.check(Promise::AtMostOnce).await;

@@ -77,6 +77,10 @@ impl History {
         self.inner.lock().expect("no holder panics")
     }
 
+    pub(crate) fn lease(&self) -> Duration {
+        self.lease
+    }
+
     /// Sends one payment and notes how it ended; no answer if it was lost.
     pub(crate) async fn ask(
         &self,
@@ -221,17 +225,7 @@ impl History {
                 amount: number(entry, "amount"),
             })
             .collect();
-        let runs = self.runs_of(servers, &charges).await;
-        self.evidence_of(charges, runs, store).await
-    }
-
-    /// The same of servers that are no processes, and say themselves what was charged and has run.
-    pub(crate) async fn evidence_of(
-        &self,
-        charges: Vec<Charge>,
-        ran: Vec<Run>,
-        store: &dyn Inspect,
-    ) -> Evidence {
+        let ran = self.runs_of(servers, &charges).await;
         let (operations, mut runs, sights) = {
             let inner = self.inner();
             (inner.operations.clone(), inner.runs.clone(), inner.sights.clone())

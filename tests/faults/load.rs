@@ -44,21 +44,24 @@ const CLIENTS: usize = 8;
 
 /// Where records are.
 enum Store {
-    Redis(RedisServer, Proxy),
+    /// With what stands behind its address, for the servers.
+    Redis(RedisServer, Proxy, &'static str),
     Sqlite(PathBuf),
     Postgres(String),
 }
 
 impl Store {
-    async fn redis() -> Self {
+    async fn redis(query: &'static str) -> Self {
         let redis = RedisServer::start();
         let proxy = Proxy::to(redis.port()).await;
-        Self::Redis(redis, proxy)
+        Self::Redis(redis, proxy, query)
     }
 
     fn server(&self, ledger: &Path, args: &[&str]) -> Sandbox {
         match self {
-            Self::Redis(_, proxy) => server(&proxy.redis_url(), ledger, args),
+            Self::Redis(_, proxy, query) => {
+                server(&format!("{}{query}", proxy.redis_url()), ledger, args)
+            }
             Self::Sqlite(file) => Sandbox::start_telling_runs(Some(file), args),
             Self::Postgres(url) => {
                 Sandbox::start_telling_runs(None, &[&["--store", url], args].concat())
@@ -68,7 +71,7 @@ impl Store {
 
     async fn open(&self) -> Box<dyn Inspect> {
         match self {
-            Self::Redis(redis, _) => Box::new(RedisStore::connect(&redis.url()).await.unwrap()),
+            Self::Redis(redis, ..) => Box::new(RedisStore::connect(&redis.url()).await.unwrap()),
             Self::Sqlite(file) => Box::new(SqliteStore::open(file).await.unwrap()),
             Self::Postgres(url) => Box::new(PostgresStore::connect(url).await.unwrap()),
         }
@@ -148,14 +151,14 @@ async fn kill_servers(store: &Store, kills: u64, recovery: &str, promise: Promis
     for kill in 0..kills {
         sleep(random.random_range(20..350)).await;
         let cut = random.random_bool(0.2).then(|| random.random_range(0..200));
-        if let (Store::Redis(_, proxy), Some(bytes)) = (store, cut) {
+        if let (Store::Redis(_, proxy, _), Some(bytes)) = (store, cut) {
             proxy.cut_after(Way::Down, bytes);
         }
         let victim = usize::from(kill % 2 == 1);
         servers[victim].signal("KILL");
         servers[victim].ended();
         history.keep_runs_of(&servers[victim]);
-        if let Store::Redis(_, proxy) = store {
+        if let Store::Redis(_, proxy, _) = store {
             proxy.heal(); // a server that cannot start is another test
         }
         servers[victim] = tokio::task::block_in_place(start);
@@ -193,8 +196,16 @@ async fn killed_servers_charge_nobody_twice() {
         ("at-least-once", Promise::Deduplicated),
         ("reconcile", Promise::Deduplicated),
     ] {
-        kill_servers(&Store::redis().await, kills, recovery, promise, seed).await;
+        kill_servers(&Store::redis("").await, kills, recovery, promise, seed).await;
     }
+}
+
+/// The same where connections are lent out one by one.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn killed_servers_with_a_pool_charge_nobody_twice() {
+    let (kills, seed) = (number("FAULTS_KILLS", 12), seed());
+    let store = Store::redis("?pool=2").await;
+    kill_servers(&store, kills, "at-most-once", Promise::AtMostOnce, seed).await;
 }
 
 /// What leases do not offer: record and effect are one (I8), and no outcome is ever unknown.

@@ -22,6 +22,7 @@ mod invariants;
 mod invariants_refuse;
 mod load;
 mod pool;
+mod ports;
 mod process;
 mod random;
 mod rows;

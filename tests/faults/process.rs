@@ -1,5 +1,6 @@
 //! B. The server process.
 
+use std::collections::BTreeSet;
 use std::time::Instant;
 
 use tower_idempotency::store::Inspect;
@@ -10,7 +11,7 @@ use crate::invariants::{End, Promise};
 use crate::line::{Proxy, Way};
 use crate::postgres::PostgresServer;
 use crate::sandbox::{Answer, Call, Connection, Sandbox};
-use crate::site::{Site, USUAL, begins, is, is_paid, is_unknown, ms, sleep};
+use crate::site::{Site, USUAL, begins, is, is_paid, is_unknown, metric_on, ms, sleep};
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn b1_a_crash_before_the_claim_leaves_nothing() {
@@ -303,9 +304,16 @@ async fn b15_an_answer_that_is_not_kept_is_given_once_and_never_made_again() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn b12_a_server_that_is_told_to_stop_lets_running_handlers_finish_and_starts_no_more() {
-    let mut site = Site::start(&["--lease", "0.6", "--wait", "5", "--drain", "20"]).await;
-    let mut open = Connection::open(site.one.address).await.unwrap();
-    let source = "tok_charge_then_slow_1500";
+    let mut site = Site::start(&["--lease", "0.6", "--wait", "10", "--drain", "20"]).await;
+    // Connections on which something was answered before, one to look at the server and some to pay on.
+    let (mut look, mut open) = (Connection::open(site.one.address).await.unwrap(), Vec::new());
+    assert_eq!(look.send(Call::get("/readyz")).await.unwrap().status, 200);
+    for _ in 0..20 {
+        let mut connection = Connection::open(site.one.address).await.unwrap();
+        assert_eq!(connection.send(Call::get("/readyz")).await.unwrap().json()["status"], "ready");
+        open.push(connection);
+    }
+    let source = "tok_charge_then_slow_3000";
     let running = site.pay("stays", source);
     // Its client is gone before the server is told to stop.
     let gone = site.pay("leaves", source);
@@ -313,16 +321,35 @@ async fn b12_a_server_that_is_told_to_stop_lets_running_handlers_finish_and_star
         begins(&site.one, key).await;
     }
     gone.abort();
+    let claimed: BTreeSet<_> = site.records().into_iter().collect();
+    assert_eq!(claimed.len(), 2);
     site.one.signal("TERM");
     // While those run, nothing else begins: neither on a new connection nor on one that was there.
     let end = Instant::now() + ms(10_000);
-    while Connection::open(site.one.address).await.is_ok() {
+    loop {
+        let ready = look.send(Call::get("/readyz")).await.unwrap();
+        if ready.status == 503 {
+            assert_eq!(ready.json()["status"], "stopping");
+            break;
+        }
         assert!(Instant::now() < end, "it was told to stop");
         sleep(5).await;
     }
-    if let Ok(answer) = open.send(Call::pay("meanwhile", "tok_visa")).await {
+    assert!(Connection::open(site.one.address).await.is_err(), "it takes no more connections");
+    for (number, connection) in open.iter_mut().enumerate() {
+        let key = format!("meanwhile-{number}");
+        let answer = site.history.ask_on(connection, &key, "tok_visa", USUAL).await.unwrap();
         is(&answer, 503, "idempotency_store_unavailable");
+        assert!(answer.is_problem() && answer.header("retry-after").is_some(), "{answer:?}");
+        let kind = answer.json()["type"].as_str().unwrap().to_owned();
+        assert!(kind.ends_with("#idempotency_store_unavailable"), "{kind}");
     }
+    let refused = metric_on(&mut look, "idempotency_requests", "\"store_unavailable\"").await;
+    assert_eq!(refused, open.len() as u64, "refused by the layer, each of them");
+    let asked = metric_on(&mut look, "idempotency_store_duration_count", "\"claim\"").await;
+    assert_eq!(asked, 2, "and for none of them the store was asked");
+    assert_eq!(site.records().into_iter().collect::<BTreeSet<_>>(), claimed);
+    assert!(!running.is_finished(), "the server was draining all the time");
     // Longer than a lease: it is renewed meanwhile. Its twin waits elsewhere.
     let twin = site.ask_two("stays", source).await;
     assert!(twin.is_replay(), "{twin:?}");
@@ -332,9 +359,18 @@ async fn b12_a_server_that_is_told_to_stop_lets_running_handlers_finish_and_star
         let end = site.settled_without_one(key, source).await;
         assert!(matches!(end, End::Paid { replay: true, .. }), "{key}: {end:?}");
     }
-    // A connection that was open all the time has come to its end as well.
-    assert!(open.send(Call::pay("late", "tok_visa")).await.is_err());
-    assert_eq!(site.two.charges().await, 2);
+    // Connections that were open all the time have come to their end as well.
+    for mut connection in open {
+        assert!(connection.send(Call::pay("late", "tok_visa")).await.is_err());
+    }
+    for number in 0..20 {
+        let end = site.settled_without_one(&format!("meanwhile-{number}"), "tok_visa").await;
+        assert!(
+            matches!(end, End::Paid { replay: false, .. }),
+            "it comes again elsewhere: {end:?}"
+        );
+    }
+    assert_eq!(site.two.charges().await, 22);
     site.check(Promise::AtMostOnce).await;
 }
 

@@ -12,7 +12,7 @@ use crate::history::{History, assert_breaks, assert_holds, runs_in};
 use crate::invariants::{Broken, End, Promise, key_id};
 use crate::line::Proxy;
 use crate::redis::RedisServer;
-use crate::sandbox::{Answer, Sandbox};
+use crate::sandbox::{Answer, Call, Connection, Sandbox};
 
 /// Nothing here takes longer, except when it hangs.
 const PATIENCE: Duration = Duration::from_secs(30);
@@ -178,6 +178,22 @@ impl Site {
     pub(crate) fn assert_hit(&self) {
         assert!(self.proxy.hits() > 0, "the fault was never hit");
     }
+}
+
+/// The sum of a series of a server's metrics, over all labels that have this in them, as it says itself on this
+/// connection.
+pub(crate) async fn metric_on(connection: &mut Connection, name: &str, label: &str) -> u64 {
+    let answer = connection.send(Call::get("/metrics")).await.expect("an answer");
+    let text = String::from_utf8(answer.body.to_vec()).expect("text");
+    let lines = text.lines().filter_map(|line| line.strip_prefix(name)?.rsplit_once(' '));
+    let lines = lines.filter(|(labels, _)| {
+        (labels.is_empty() || labels.starts_with('{')) && labels.contains(label)
+    });
+    lines.map(|(_, value)| value.parse::<u64>().expect("a count")).sum()
+}
+
+pub(crate) async fn metric(server: &Sandbox, name: &str, label: &str) -> u64 {
+    metric_on(&mut server.connect().await, name, label).await
 }
 
 /// Waits until a handler of this key runs in this server, by its own word.

@@ -1,7 +1,8 @@
 //! A real Redis server of one's own: on a free port, in a folder of its own, gone with the test.
 
 use std::fs::File;
-use std::net::TcpListener;
+use std::io::{Read as _, Write as _};
+use std::net::{TcpListener, TcpStream};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicU16, Ordering};
@@ -16,6 +17,9 @@ const START_LIMIT: Duration = Duration::from_secs(20);
 /// Ports above this one are those a system hands out for outgoing connections; and a cluster node
 /// needs its port plus 10,000.
 const PORTS: std::ops::Range<u16> = 20_000..55_000;
+
+/// So many in a row are not taken by chance.
+pub const PORTS_TRIED: usize = 20;
 
 /// A running server.
 #[derive(Debug)]
@@ -55,11 +59,19 @@ impl RedisServer {
 
     /// Starts what takes the options of a Redis server and becomes one.
     pub fn start_program(program: &Path, options: &[&str]) -> Self {
-        // Between the look at a port and the start somebody else may take it: then another one.
-        for _ in 0..20 {
+        Self::start_on_one_of(free_port, program, options)
+    }
+
+    /// The same on the first of these ports that nobody else takes between the look at it and the start.
+    pub fn start_on_one_of(
+        mut ports: impl FnMut() -> u16,
+        program: &Path,
+        options: &[&str],
+    ) -> Self {
+        for _ in 0..PORTS_TRIED {
             let folder = tempfile::tempdir().expect("a folder for the server");
             let options: Vec<String> = options.iter().map(|&option| option.to_owned()).collect();
-            let port = free_port();
+            let port = ports();
             let child = launch(program, port, &folder, &options);
             let mut server = Self { child, port, folder, options, program: program.to_owned() };
             if server.wait_until_ready() {
@@ -185,23 +197,14 @@ impl RedisServer {
     /// test would make every result false.
     fn wait_until_ready(&mut self) -> bool {
         let deadline = Instant::now() + START_LIMIT;
-        let port = self.port.to_string();
         let pid = format!("process_id:{}", self.child.id());
         while Instant::now() < deadline {
+            // Where another one has the port, it ends by itself.
             if self.child.try_wait().expect("the server can be looked at").is_some() {
                 return false;
             }
-            let output = Command::new("redis-cli")
-                .args(["-h", "127.0.0.1", "-p", &port, "info", "server"])
-                .output()
-                .unwrap_or_else(|error| missing("redis-cli", &error));
-            let said = String::from_utf8_lossy(&output.stdout);
-            if said.lines().any(|line| line.trim_end() == pid) {
+            if asked(self.port).lines().any(|line| line.trim_end() == pid) {
                 return true;
-            }
-            // Another server has the port: on another one, then.
-            if said.contains("process_id:") {
-                return false;
             }
             sleep(Duration::from_millis(10));
         }
@@ -248,6 +251,19 @@ fn launch(program: &Path, port: u16, folder: &TempDir, options: &[String]) -> Ch
     command.spawn().unwrap_or_else(|error| missing(&program.to_string_lossy(), &error))
 }
 
+/// What the server on this port says of itself. `redis-cli` would wait for ever for somebody else, who takes the
+/// connection and says nothing.
+fn asked(port: u16) -> String {
+    let mut said = Vec::new();
+    if let Ok(mut stream) = TcpStream::connect(("127.0.0.1", port)) {
+        let limit = stream.set_read_timeout(Some(Duration::from_millis(300)));
+        limit.and_then(|()| stream.write_all(b"INFO server\r\nQUIT\r\n")).ok();
+        // What has come until then counts.
+        stream.read_to_end(&mut said).ok();
+    }
+    String::from_utf8_lossy(&said).into_owned()
+}
+
 /// The server that `tests/run` puts beside the build.
 fn valkey() -> PathBuf {
     let target = Path::new(env!("CARGO_TARGET_TMPDIR")).parent().expect("the target folder");
@@ -260,17 +276,20 @@ fn valkey() -> PathBuf {
 }
 
 pub fn free_port() -> u16 {
+    first_port(|port| TcpListener::bind(("127.0.0.1", port)).is_ok())
+}
+
+/// The next port that is free according to this.
+pub fn first_port(is_free: impl Fn(u16) -> bool) -> u16 {
     static NEXT: AtomicU16 = AtomicU16::new(0);
     let width = PORTS.end - PORTS.start;
     // Test programs run side by side: each begins somewhere else.
     let offset = u16::try_from(std::process::id() % u32::from(width)).unwrap_or_default();
-    loop {
+    let mut ports = (0..width).map(|_| {
         let step = NEXT.fetch_add(1, Ordering::Relaxed);
-        let port = PORTS.start + offset.wrapping_add(step.wrapping_mul(7)) % width;
-        if TcpListener::bind(("127.0.0.1", port)).is_ok() {
-            return port;
-        }
-    }
+        PORTS.start + offset.wrapping_add(step.wrapping_mul(7)) % width
+    });
+    ports.find(|&port| is_free(port)).unwrap_or_else(|| panic!("no free port in {PORTS:?}"))
 }
 
 fn missing(program: &str, error: &std::io::Error) -> ! {

@@ -156,7 +156,8 @@ impl RedisStore {
     /// Claims use at most all slots but one, so that a renewal or a completion does not wait for
     /// them; so give the pool two slots at least. A connection that timed out, broke, or
     /// reached a replica leaves the pool. Whoever lends connections of this pool out elsewhere
-    /// shares its slots with the store.
+    /// shares its slots with the store, which uses no more than there are now: a pool that grows
+    /// later serves others.
     #[must_use]
     pub fn from_pool(pool: deadpool_redis::Pool) -> Self {
         Self::new(Connections::Pool(Pooled::new(pool, CALL_TIMEOUT)), PREFIX.into(), None)

@@ -7,15 +7,18 @@ use std::time::Duration;
 
 use ::deadpool_redis::{Connection, Pool, PoolError};
 use tokio::sync::Semaphore;
-use tokio::time::timeout;
+use tokio::time::{Instant, timeout, timeout_at};
 
 use super::reasons::of_select;
 use super::{Cause, DialError, Failure, Message, TooLong, Urgency, is_about_login, is_readonly};
 use crate::store::redis::call::Answer;
 
-/// The pool, and a cap on the claims in it.
+/// The pool, and who may ask it for a connection.
 pub(in crate::store::redis) struct Pooled {
     pool: Pool,
+    /// One for each slot. Whoever waits does so here: a call whose time is up while the pool looks at a connection
+    /// or makes one takes that along, and of many that have waited since the same moment each would do so.
+    seats: Semaphore,
     /// Claims may use all slots but one, so that a renewal or a completion finds one.
     claims: Semaphore,
     call_timeout: Duration,
@@ -23,8 +26,10 @@ pub(in crate::store::redis) struct Pooled {
 
 impl Pooled {
     pub(in crate::store::redis) fn new(pool: Pool, call_timeout: Duration) -> Self {
-        let slots = pool.status().max_size.saturating_sub(1).clamp(1, Semaphore::MAX_PERMITS);
-        Self { pool, claims: Semaphore::new(slots), call_timeout }
+        let slots = pool.status().max_size.clamp(1, Semaphore::MAX_PERMITS);
+        let of_claims = (slots - 1).max(1);
+        let [seats, claims] = [slots, of_claims].map(Semaphore::new);
+        Self { pool, seats, claims, call_timeout }
     }
 
     pub(super) fn call_timeout(&self) -> Duration {
@@ -41,17 +46,23 @@ impl Pooled {
         urgency: Urgency,
     ) -> Result<Answer, Failure> {
         let limit = self.call_timeout;
+        let begun = Instant::now();
+        // The semaphores are never closed; without them a call would only wait for less.
         let waiting = async {
             let turn = match urgency {
-                // The semaphore is never closed; without it a claim would only wait for less.
                 Urgency::Ordinary => self.claims.acquire().await.ok(),
                 Urgency::Urgent => None,
             };
-            self.pool.get().await.map(|connection| (turn, Slot(Some(connection))))
+            (turn, self.seats.acquire().await.ok())
         };
-        // `_turn` is held until the end: one claim, one slot.
-        let (_turn, mut slot) = match timeout(limit, waiting).await {
-            Ok(Ok(given)) => given,
+        // The last quarter is for the pool, which may have to make a connection.
+        let patience = limit / 4 * 3;
+        // `_seat` is held until the end: one call, one slot.
+        let Ok(_seat) = timeout_at(begun + patience, waiting).await else {
+            return Err(Failure::NotSent(TooLong::Slot(patience).into()));
+        };
+        let mut slot = match timeout_at(begun + limit, self.pool.get()).await {
+            Ok(Ok(connection)) => Slot(Some(connection)),
             Ok(Err(error)) => return Err(Failure::NotSent(why(error))),
             Err(_) => return Err(Failure::NotSent(TooLong::Slot(limit).into())),
         };
