@@ -10,6 +10,7 @@
 #![allow(unreachable_pub, reason = "a test program exports nothing")]
 #![allow(clippy::wildcard_enum_match_arm, reason = "one kind is told from all others")]
 
+mod checkpoint;
 mod clients;
 #[cfg(target_os = "linux")]
 mod clock;
