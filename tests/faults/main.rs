@@ -21,6 +21,7 @@ mod failover;
 mod history;
 mod invariants;
 mod invariants_refuse;
+mod laggard;
 mod load;
 mod pool;
 mod process;
