@@ -18,6 +18,7 @@ mod cluster;
 mod crowd;
 mod exhausted;
 mod failover;
+mod frozen;
 mod history;
 mod invariants;
 mod invariants_refuse;
