@@ -16,6 +16,7 @@ mod clients;
 mod clock;
 mod cluster;
 mod crowd;
+mod dropped;
 mod exhausted;
 mod failover;
 mod frozen;
