@@ -92,7 +92,7 @@ pub(crate) fn receipt(source: Source, mut payment: Payment) -> Response {
     if source == Source::Empty {
         return (StatusCode::NO_CONTENT, location).into_response();
     }
-    if let Source::Large(bytes) = source {
+    if let Source::Large(bytes, _) = source {
         payment.padding = Some("x".repeat(bytes));
     }
     (StatusCode::CREATED, location, Json(payment)).into_response()
@@ -105,19 +105,20 @@ pub(crate) async fn before_the_charge(source: Source, attempt: u32) -> Result<()
         Source::Declined => return Err(ApiError::declined()),
         Source::RateLimited => return Err(ApiError::rate_limited()),
         Source::Unavailable => return Err(ApiError::unavailable("the processor is down")),
-        Source::UnavailableOnce if first => {
+        Source::UnavailableOnce(time) if first => {
+            tokio::time::sleep(time).await;
             return Err(ApiError::unavailable("the processor is down"));
         }
         Source::Slow(time) => tokio::time::sleep(time).await,
         Source::Panic(When::Before) if first => panic!("tok_panic_before"),
         Source::Crash(When::Before) if first => std::process::abort(),
         Source::Visa
-        | Source::UnavailableOnce
+        | Source::UnavailableOnce(_)
         | Source::ChargeThenSlow(_)
         | Source::ChargeThen500
         | Source::Panic(_)
         | Source::Crash(_)
-        | Source::Large(_)
+        | Source::Large(..)
         | Source::Stream
         | Source::Empty => {}
     }
@@ -146,18 +147,17 @@ pub(crate) async fn after_the_charge(source: Source, attempt: u32) -> Result<(),
     let first = attempt == 1;
     match source {
         Source::ChargeThen500 => return Err(ApiError::broken()),
-        Source::ChargeThenSlow(time) => tokio::time::sleep(time).await,
+        Source::ChargeThenSlow(time) | Source::Large(_, time) => tokio::time::sleep(time).await,
         Source::Panic(When::After) if first => panic!("tok_panic_after"),
         Source::Crash(When::After) if first => std::process::abort(),
         Source::Visa
         | Source::Declined
         | Source::Slow(_)
         | Source::Unavailable
-        | Source::UnavailableOnce
+        | Source::UnavailableOnce(_)
         | Source::RateLimited
         | Source::Panic(_)
         | Source::Crash(_)
-        | Source::Large(_)
         | Source::Stream
         | Source::Empty => {}
     }

@@ -11,12 +11,13 @@ pub(crate) enum Source {
     ChargeThenSlow(Duration),
     ChargeThen500,
     Unavailable,
-    UnavailableOnce,
+    /// Says so after that long.
+    UnavailableOnce(Duration),
     RateLimited,
     Panic(When),
     Crash(When),
-    /// How many bytes of padding the answer carries.
-    Large(usize),
+    /// How many bytes of padding the answer carries, and how long after the charge it comes.
+    Large(usize, Duration),
     Stream,
     Empty,
 }
@@ -42,7 +43,7 @@ impl Source {
             "declined" => Self::Declined,
             "charge_then_500" => Self::ChargeThen500,
             "unavailable" => Self::Unavailable,
-            "unavailable_once" => Self::UnavailableOnce,
+            "unavailable_once" => Self::UnavailableOnce(Duration::ZERO),
             "rate_limited" => Self::RateLimited,
             "panic_before" => Self::Panic(When::Before),
             "panic_after" => Self::Panic(When::After),
@@ -56,9 +57,12 @@ impl Source {
                     Self::Slow(millis(ms)?)
                 } else if let Some(ms) = name.strip_prefix("charge_then_slow_") {
                     Self::ChargeThenSlow(millis(ms)?)
+                } else if let Some(ms) = name.strip_prefix("unavailable_once_after_") {
+                    Self::UnavailableOnce(millis(ms)?)
                 } else {
-                    let kib = number(name.strip_prefix("large_")?, LARGEST_KIB)?;
-                    Self::Large(kib as usize * 1024)
+                    let name = name.strip_prefix("large_")?;
+                    let (kib, ms) = name.split_once("_after_").unwrap_or((name, "0"));
+                    Self::Large(number(kib, LARGEST_KIB)? as usize * 1024, millis(ms)?)
                 }
             }
         };
@@ -87,7 +91,15 @@ mod tests {
             Source::parse("tok_charge_then_slow_600000"),
             Some(Source::ChargeThenSlow(Duration::from_secs(600)))
         );
-        assert_eq!(Source::parse("tok_large_2"), Some(Source::Large(2048)));
+        assert_eq!(Source::parse("tok_large_2"), Some(Source::Large(2048, Duration::ZERO)));
+        assert_eq!(
+            Source::parse("tok_large_2_after_5"),
+            Some(Source::Large(2048, Duration::from_millis(5)))
+        );
+        assert_eq!(
+            Source::parse("tok_unavailable_once_after_5"),
+            Some(Source::UnavailableOnce(Duration::from_millis(5)))
+        );
         assert_eq!(Source::parse("tok_crash_between"), Some(Source::Crash(When::Between)));
         assert_eq!(Source::parse("tok_panic_after"), Some(Source::Panic(When::After)));
         for name in [
@@ -100,6 +112,7 @@ mod tests {
             "tok_slow_+1",
             "tok_slow_600001",
             "tok_large_16385",
+            "tok_large_2_after_",
             "tok_large_99999999999999999999",
             "tok_VISA",
         ] {

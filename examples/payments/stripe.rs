@@ -82,7 +82,7 @@ pub(crate) fn receipt(view: View, source: Source, mut payment: Payment) -> Respo
     if source == Source::Empty {
         return StatusCode::NO_CONTENT.into_response();
     }
-    if let Source::Large(bytes) = source {
+    if let Source::Large(bytes, _) = source {
         payment.padding = Some("x".repeat(bytes));
     }
     Json(view.of(&payment)).into_response()

@@ -104,7 +104,8 @@ impl fmt::Debug for Reconciler {
 pub enum Found {
     /// The effect happened: this is the answer, for this retry and all later ones.
     Happened(StoredResponse),
-    /// Nothing happened, and the old attempt cannot act any more: the handler runs again.
+    /// Nothing happened, and the old attempt cannot act any more: the handler runs again, from its beginning. What the
+    /// old one noted down is gone with what it marked; where a part was done, this is not to be said.
     NothingHappened,
     /// It cannot be said now: retries are told so, and the next one asks again.
     StillUnknown,

@@ -84,7 +84,7 @@ impl Replicated {
 }
 
 /// What is broken, by key.
-fn by_key(broken: &[Broken]) -> BTreeSet<(&str, &str)> {
+pub(crate) fn by_key(broken: &[Broken]) -> BTreeSet<(&str, &str)> {
     let key = |broken: &Broken| broken.what.split(':').next().map(str::len);
     broken.iter().map(|one| (&one.what[..key(one).unwrap_or(0)], one.invariant)).collect()
 }
@@ -292,7 +292,7 @@ async fn c15_where_wait_falls_short_nothing_runs_and_what_runs_is_stored_later()
 }
 
 /// Two servers that find their primary through Sentinels, and wait for all replicas.
-fn pair_of(group: &SentinelGroup, replicas: usize) -> Pair {
+pub(crate) fn pair_of(group: &SentinelGroup, replicas: usize) -> Pair {
     let url = format!("{}?wait={replicas}", group.url());
     let args = ["--lease", "4", "--wait", "1"];
     Pair::start((&url, &args), (&url, &args))

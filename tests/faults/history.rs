@@ -4,10 +4,10 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, MutexGuard};
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use serde_json::Value;
-use tower_idempotency::record::{Current, State as Recorded};
+use tower_idempotency::record::{Current, Record, State as Recorded};
 use tower_idempotency::store::Inspect;
 use tower_idempotency::{IdempotencyKey, Identity, StorageKey, StoredBody, StoredResponse};
 
@@ -172,6 +172,11 @@ impl History {
         self.inner().busy.len()
     }
 
+    /// Whether a client still waits for an answer to a key of which this is true.
+    pub(crate) fn waits_for(&self, is_it: impl Fn(&str) -> bool) -> bool {
+        self.inner().busy.keys().any(|key| is_it(key))
+    }
+
     /// How often the store was seen to hold something else than before.
     pub(crate) fn sights(&self) -> usize {
         self.inner().sights.len()
@@ -197,6 +202,17 @@ impl History {
             std::thread::sleep(Duration::from_millis(1));
         }
         self.inner().runs.extend(runs_in(&ended.said().1));
+    }
+
+    /// The same of a process that was killed, where its key may run again for that: its handlers were over when it was
+    /// gone.
+    pub(crate) fn keep_runs_of_killed(&self, ended: &Sandbox) {
+        self.keep_runs_of(ended);
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).expect("a time after 1970");
+        let now = u64::try_from(now.as_micros()).expect("not that late");
+        for run in &mut self.inner().runs {
+            run.ended.get_or_insert((now, Finish::CutOff));
+        }
     }
 
     /// Says that the clock of a process is so many seconds ahead: what it tells of its handlers is by that.
@@ -309,10 +325,20 @@ impl Drop for Busy {
     }
 }
 
+/// Where the record of a key is.
+pub(crate) fn storage_key(key: &str) -> StorageKey {
+    let identity = Identity::of_parts(["acme"]);
+    StorageKey::new(&identity, &IdempotencyKey::new(key).expect("a key"))
+}
+
+/// The record of a key, if it has one.
+pub(crate) async fn record(store: &dyn Inspect, key: &str) -> Option<Record> {
+    store.look(storage_key(key)).await.expect("the store answers").record().cloned()
+}
+
 /// What the store holds under a key; none if it does not answer.
 async fn held(store: &dyn Inspect, key: &str) -> Option<Held> {
-    let identity = Identity::of_parts(["acme"]);
-    let key = StorageKey::new(&identity, &IdempotencyKey::new(key).expect("a key"));
+    let key = storage_key(key);
     let looked = tokio::time::timeout(Duration::from_secs(5), store.look(key)).await;
     let record = match looked.ok()?.ok()?.current {
         Current::Absent => return Some(Held { attempt: 0, fence: 0, state: State::Absent }),
@@ -338,11 +364,11 @@ async fn held(store: &dyn Inspect, key: &str) -> Option<Held> {
     Some(Held { attempt: record.attempt.number(), fence: record.fence.number(), state })
 }
 
-/// Reads the lines `TIME DEBUG payments::runs: WHAT key_id=… attempt=… fence=…`, and of which request.
+/// Reads the lines `TIME DEBUG payments::runs: WHAT key_id=… attempt=… fence=…`, and of which request; of whatever program.
 pub(crate) fn runs_in(log: &str) -> Vec<Run> {
     let mut runs: Vec<Run> = Vec::new();
     for line in log.lines() {
-        let Some((head, said)) = line.split_once(" payments::runs: ") else { continue };
+        let Some((head, said)) = line.split_once("::runs: ") else { continue };
         let field = |name: &str| {
             let mut words = said.split(' ').filter_map(|word| word.split_once('='));
             words.find(|(found, _)| *found == name).map(|(_, value)| value.to_owned())

@@ -10,16 +10,20 @@
 #![allow(unreachable_pub, reason = "a test program exports nothing")]
 #![allow(clippy::wildcard_enum_match_arm, reason = "one kind is told from all others")]
 
+mod checkpoint;
 mod clients;
 #[cfg(target_os = "linux")]
 mod clock;
 mod cluster;
 mod crowd;
+mod dropped;
 mod exhausted;
 mod failover;
+mod frozen;
 mod history;
 mod invariants;
 mod invariants_refuse;
+mod laggard;
 mod load;
 mod pool;
 mod ports;

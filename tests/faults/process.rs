@@ -232,6 +232,49 @@ async fn b10_a_server_paused_past_its_lease_runs_beside_its_successor_whose_answ
     }
 }
 
+/// The other order: the first server wakes, and its handler ends, while the one that took its key over still runs.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn b10_a_server_that_wakes_while_its_successor_runs_is_refused_and_the_successors_answer_stands()
+ {
+    for (recovery, source) in [
+        ("at-least-once", "tok_slow_3000"),
+        ("at-least-once", "tok_charge_then_slow_3000"),
+        // The hook finds no charge, and the key runs again.
+        ("reconcile", "tok_slow_3000"),
+    ] {
+        let (site, running) = paused(recovery, source).await;
+        let watch = site.history.watch(Box::new(site.store().await));
+        let (history, two) = (site.history.clone(), site.two.address);
+        let successor =
+            tokio::spawn(async move { history.pay_surely(&[two], "k", source, USUAL).await });
+        begins(&site.two, "k").await;
+        site.one.signal("CONT");
+        let late = running.await.unwrap().unwrap();
+        // It has ended its handler and knows an answer, which nobody will ever see.
+        is(&late, 409, "idempotency_key_in_use");
+        assert!(late.header("retry-after").is_some(), "{late:?}");
+        assert!(site.one.said().1.contains("payments::runs: answers"), "its handler has ended");
+        assert!(!site.two.said().1.contains("payments::runs: answers"), "the other one has not");
+        assert!(!successor.is_finished());
+        let metrics = site.one.send(Call::get("/metrics")).await.body;
+        let refused = "\nidempotency_completions_refused 1\n";
+        assert!(String::from_utf8_lossy(&metrics).contains(refused), "{recovery}, {source}");
+        let End::Paid { body, replay: false, .. } = successor.await.unwrap() else {
+            panic!("{recovery}, {source}")
+        };
+        for answer in [site.ask_one("k", source).await, site.ask_two("k", source).await] {
+            assert!(answer.is_replay(), "{answer:?}");
+            assert_eq!(answer.body, body);
+            assert_eq!(answer.json()["attempt"], 2);
+        }
+        drop(watch);
+        assert_eq!(site.handlers_of("k"), [1, 2], "{recovery}, {source}");
+        assert_eq!(site.two.charges().await, 1);
+        site.check(Promise::Deduplicated).await;
+        site.check_breaks(Promise::AtMostOnce, &["I5"]).await;
+    }
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn b11_a_claim_whose_reply_took_most_of_its_lease_is_renewed_before_the_handler_starts() {
     let site = Site::start(&["--lease", "0.6"]).await;

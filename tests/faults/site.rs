@@ -140,6 +140,11 @@ impl Site {
         Self { redis, proxy, pair }
     }
 
+    /// The store itself, for whoever looks into it.
+    pub(crate) async fn store(&self) -> RedisStore {
+        RedisStore::connect(&self.redis.url()).await.expect("a store")
+    }
+
     /// Fails if anything that is promised does not hold.
     pub(crate) async fn check(&self, promise: Promise) {
         self.check_at(&self.redis.url(), promise).await;

@@ -5,10 +5,15 @@ use std::io::{Read as _, Write as _};
 use std::net::TcpStream;
 use std::time::Instant;
 
+use futures_util::future::join_all;
+use tower_idempotency::record::State as Recorded;
+
+use crate::history::record;
 use crate::invariants::{End, Promise};
 use crate::line::Way;
+use crate::redis::RedisServer;
 use crate::sandbox::Call;
-use crate::site::{Site, USUAL, is, is_paid, ms, sleep};
+use crate::site::{Site, USUAL, begins, is, is_paid, ms, sleep};
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn c2_a_claim_whose_reply_was_cut_off_is_recognised_as_ones_own() {
@@ -330,6 +335,68 @@ async fn c17_a_full_redis_refuses_new_keys_and_lets_running_ones_finish() {
     assert!(site.ask_two("running", "tok_charge_then_slow_1500").await.is_replay());
     site.redis.cli(&["config", "set", "maxmemory", "0"]);
     is_paid(&site.settled("new", "tok_visa").await);
+    site.check(Promise::AtMostOnce).await;
+}
+
+/// How often commands were refused for want of memory.
+fn refused_as_full(redis: &RedisServer) -> u64 {
+    let said = redis.cli(&["info", "errorstats"]);
+    let count = said.lines().find_map(|line| line.strip_prefix("errorstat_OOM:count="));
+    count.map_or(0, |count| count.trim().parse().unwrap())
+}
+
+/// Handlers that outlive their leases in a full Redis, and then say that they did nothing: each key is free again, and
+/// nobody is told that its outcome is unknown.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn c17_a_full_redis_renews_the_leases_of_running_handlers_and_takes_their_keys_back() {
+    const SOURCE: &str = "tok_unavailable_once_after_1500";
+    let site = Site::with_redis(&["--maxmemory-policy", "noeviction"], &["--lease", "0.6"]).await;
+    let running = ["a", "b", "c"].map(|key| (key, site.pay(key, SOURCE)));
+    for (key, _) in &running {
+        begins(&site.one, key).await;
+    }
+    let store = site.store().await;
+    let held = async |key| record(&store, key).await.expect("a record");
+    let until = async |key| match held(key).await.state {
+        Recorded::InFlight { until, .. } => until,
+        other => panic!("{other:?}"),
+    };
+    let leases = [until("a").await, until("b").await, until("c").await];
+    site.redis.cli(&["config", "set", "maxmemory", "1"]);
+    is(&site.ask_one("new", "tok_visa").await, 503, "idempotency_store_unavailable");
+    let full = refused_as_full(&site.redis);
+    assert!(full > 0, "the fault was never hit: it is not full");
+    // Each of them is renewed from here on: more than once, so that it was not on its way.
+    let end = Instant::now() + ms(1_400);
+    for (key, lease) in ["a", "b", "c"].into_iter().zip(leases) {
+        while until(key).await.0 < lease.0 + 300 {
+            assert!(Instant::now() < end, "the lease of {key} is not renewed");
+            sleep(10).await;
+        }
+    }
+    let answers = running.map(|(key, running)| async move { (key, running.await.unwrap()) });
+    for (key, answer) in join_all(answers).await {
+        let answer = answer.unwrap();
+        // The handler's own word, and that it is recorded: a key that was not taken back says so.
+        is(&answer, 503, "unavailable");
+        assert_eq!(answer.header("idempotency-status"), None, "{answer:?}");
+        let record = held(key).await;
+        assert!(matches!(record.state, Recorded::Open { .. }), "{key}: {record:?}");
+    }
+    assert_eq!(refused_as_full(&site.redis), full, "a renewal or a release was refused");
+    assert_eq!(site.two.charges().await, 0);
+    // As free as a new key, which the full server does not take either.
+    is(&site.ask_two("a", SOURCE).await, 503, "idempotency_store_unavailable");
+    assert!(refused_as_full(&site.redis) > full);
+    site.redis.cli(&["config", "set", "maxmemory", "0"]);
+    for key in ["a", "b", "c"] {
+        let paid = site.settled(key, SOURCE).await;
+        let End::Paid { body, replay: false, .. } = paid else { panic!("{key}: {paid:?}") };
+        let paid: serde_json::Value = serde_json::from_slice(&body).unwrap();
+        assert_eq!(paid["attempt"], 2);
+    }
+    is_paid(&site.settled("new", "tok_visa").await);
+    assert_eq!(site.two.charges().await, 4);
     site.check(Promise::AtMostOnce).await;
 }
 

@@ -36,34 +36,36 @@ pub(crate) struct Sandbox {
 /// and an old one would answer for code that is gone.
 fn program() -> &'static Path {
     static PROGRAM: OnceLock<PathBuf> = OnceLock::new();
-    PROGRAM.get_or_init(|| {
-        let test = std::env::current_exe().expect("a test knows its own path");
-        let profile = test.ancestors().nth(2).expect("target/<profile>/deps/test");
-        let mut build = Command::new(env!("CARGO"));
-        build.args(["build", "--quiet", "--example", "payments", "--manifest-path"]);
-        build.arg(Path::new(env!("CARGO_MANIFEST_DIR")).join("Cargo.toml"));
-        build.arg("--target-dir").arg(profile.parent().expect("target"));
-        // Cargo tells a test which package it is of. Dependencies whose build looks at that would be built
-        // anew, and all that depends on them, by each cargo that is started with another word on it.
-        for (name, _) in std::env::vars_os() {
-            let text = name.to_string_lossy();
-            if text.starts_with("CARGO_PKG_") || text.starts_with("CARGO_MANIFEST_") {
-                build.env_remove(&name);
-            }
+    PROGRAM.get_or_init(|| built("payments"))
+}
+
+fn built(example: &str) -> PathBuf {
+    let test = std::env::current_exe().expect("a test knows its own path");
+    let profile = test.ancestors().nth(2).expect("target/<profile>/deps/test");
+    let mut build = Command::new(env!("CARGO"));
+    build.args(["build", "--quiet", "--example", example, "--manifest-path"]);
+    build.arg(Path::new(env!("CARGO_MANIFEST_DIR")).join("Cargo.toml"));
+    build.arg("--target-dir").arg(profile.parent().expect("target"));
+    // Cargo tells a test which package it is of. Dependencies whose build looks at that would be built
+    // anew, and all that depends on them, by each cargo that is started with another word on it.
+    for (name, _) in std::env::vars_os() {
+        let text = name.to_string_lossy();
+        if text.starts_with("CARGO_PKG_") || text.starts_with("CARGO_MANIFEST_") {
+            build.env_remove(&name);
         }
-        // The same features as this test was built with: most of the time there is nothing to do.
-        if cfg!(feature = "mistakes") {
-            build.args(["--features", "mistakes"]);
-        } else if cfg!(feature = "conformance") {
-            build.args(["--features", "conformance"]);
-        }
-        if profile.ends_with("release") {
-            build.arg("--release");
-        }
-        let built = build.stdin(Stdio::null()).status().expect("cargo can be started");
-        assert!(built.success(), "the example does not build");
-        profile.join("examples").join("payments")
-    })
+    }
+    // The same features as this test was built with: most of the time there is nothing to do.
+    if cfg!(feature = "mistakes") {
+        build.args(["--features", "mistakes"]);
+    } else if cfg!(feature = "conformance") {
+        build.args(["--features", "conformance"]);
+    }
+    if profile.ends_with("release") {
+        build.arg("--release");
+    }
+    let built = build.stdin(Stdio::null()).status().expect("cargo can be started");
+    assert!(built.success(), "the example does not build");
+    profile.join("examples").join(example)
 }
 
 fn command(args: &[&str]) -> Command {
@@ -185,6 +187,18 @@ impl Sandbox {
     ) -> Self {
         let mut command = telling_runs(Some(ledger), args);
         command.envs(environment.iter().copied());
+        Self::spawn(command, ledger)
+    }
+
+    /// Starts another example that has the sandbox's routes and tells when a handler runs.
+    pub(crate) fn start_example(name: &str, ledger: &Path, args: &[&str]) -> Self {
+        let mut command = Command::new(built(name));
+        command
+            .args(args)
+            .arg("--ledger")
+            .arg(ledger)
+            .env("RUST_LOG", format!("warn,{name}=debug"));
+        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
         Self::spawn(command, ledger)
     }
 

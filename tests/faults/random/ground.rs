@@ -8,10 +8,10 @@ use std::time::{Duration, Instant};
 
 use tokio::sync::Mutex as Turn;
 use tokio::task::block_in_place;
-use tower_idempotency::{IdempotencyKey, Identity, StorageKey};
 
 use super::schedule::Kind;
 use crate::groups::{RedisCluster, SentinelGroup, slot_of};
+use crate::history::storage_key;
 use crate::redis::RedisServer;
 
 /// What moves between the masters of a cluster; half of all keys are in it.
@@ -120,13 +120,12 @@ impl Ground {
         if !moving || !matches!(self.kind, Group::Cluster(_)) {
             return start;
         }
-        let identity = Identity::of_parts(["acme"]);
-        let mut keys = (0..).map(|number: u32| format!("{start}-{number}"));
-        let moves = |key: &String| {
-            let key = StorageKey::new(&identity, &IdempotencyKey::new(key).expect("a key"));
-            MOVING.contains(&slot_of(&key.to_text()))
-        };
-        keys.find(moves).expect("one of many")
+        key_in(&MOVING, &start)
+    }
+
+    /// A key of the slot that is the last to be moved, so that it is open for longest.
+    pub(super) fn key_of_last_slot(&self, source: &str, at: u64) -> String {
+        key_in(&(MOVING.end - 1..MOVING.end), &format!("moved-{source}-{at}"))
     }
 
     /// Makes a fault, and takes it back. False if it certainly hit nobody.
@@ -228,6 +227,13 @@ impl Ground {
         block_in_place(|| wait_for_agreement(cluster));
         hit
     }
+}
+
+/// A key that begins like this, of one of these slots.
+fn key_in(slots: &Range<usize>, start: &str) -> String {
+    let mut keys = (0..).map(|number: u32| format!("{start}-{number}"));
+    let is_in = |key: &String| slots.contains(&slot_of(&storage_key(key).to_text()));
+    keys.find(is_in).expect("one of many")
 }
 
 /// Waits until the server that the Sentinels name is a primary with all its replicas. Where a machine is slow they

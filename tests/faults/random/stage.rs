@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 use rand::rngs::StdRng;
 use rand::{Rng as _, SeedableRng as _};
 use tokio::sync::Mutex as Turn;
+use tokio::task::JoinHandle;
 
 use super::ground::Ground;
 use super::reached::{Reached, series};
@@ -229,7 +230,7 @@ impl Stage {
     }
 
     /// Makes a fault, and takes it back. False if it certainly hit nobody.
-    async fn strike(&self, Fault { kind, lasts, .. }: Fault) -> bool {
+    async fn strike(self: &Arc<Self>, Fault { kind, lasts, .. }: Fault) -> bool {
         let _turn = match kind {
             Kind::Kill(_) | Kind::Terminate(_) | Kind::Stop(_) | Kind::StopReplica(_) => {
                 Some(self.turn.lock().await)
@@ -267,8 +268,37 @@ impl Stage {
                 let waited = self.ground.strike(kind, lasts).await;
                 waited && self.calls_of_unknown_fate().await > before
             }
+            Kind::MoveSlots(_) => {
+                let payments = self.pay_while_slots_move().await;
+                let hit = self.ground.strike(kind, lasts).await;
+                for payment in payments {
+                    payment.await.unwrap();
+                }
+                hit
+            }
             _ => self.ground.strike(kind, lasts).await,
         }
+    }
+
+    /// Payments that are claimed before their slot opens, and whose answers take a second key while it is open: one
+    /// of the two is here then, and the other one there. By chance alone that is rare.
+    async fn pay_while_slots_move(self: &Arc<Self>) -> Vec<JoinHandle<()>> {
+        const LARGE: [&str; 4] = [
+            "tok_large_8_after_400",
+            "tok_large_8_after_700",
+            "tok_large_8_after_1000",
+            "tok_large_8_after_1400",
+        ];
+        let at = u64::try_from(self.began.elapsed().as_millis()).expect("a short time");
+        let payments = LARGE.map(|source| {
+            let (stage, key) = (Arc::clone(self), self.ground.key_of_last_slot(source, at));
+            tokio::spawn(async move {
+                let mut random = StdRng::seed_from_u64(at);
+                stage.settle(&mut random, &key, source, USUAL).await;
+            })
+        });
+        sleep(150).await;
+        payments.into()
     }
 
     /// Pauses a server while it runs a handler, past the end of its lease, and asks the other one for the same
