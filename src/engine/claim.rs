@@ -287,7 +287,7 @@ impl Engine {
             };
             let pause = pause(tries);
             if !again || answered + pause >= deadline {
-                tracing::error!(key = %key.in_logs(), verb, tries, error = ?error, "the store does not do what it is asked");
+                tracing::error!(key = %key.in_logs(), verb, tries, error = %error.in_full(), "the store does not do what it is asked");
                 return Reply { outcome: Err(error), at: answered, in_doubt };
             }
             observe::call_again(verb);
