@@ -85,7 +85,7 @@ async fn redis(address: &RedisAddress, flags: &Flags) -> Result<Arc<dyn Inspect>
     // What the server should be like is for the service to say.
     let builder = builder.startup_checks(StartupChecks::Skip).errands(flags.command.errands());
     let store = builder.connect_to(address).await;
-    Ok(Arc::new(store.map_err(|error| in_flags(chain(&error)))?))
+    Ok(Arc::new(store.map_err(|error| in_flags(&chain(&error)))?))
 }
 
 #[cfg(feature = "redis-tls")]
@@ -119,7 +119,7 @@ fn with_certificates(builder: RedisStoreBuilder, tls: &Tls) -> Result<RedisStore
 
 /// What the library says to programmers, said to who has a command line.
 #[cfg(feature = "redis")]
-fn in_flags(told: String) -> String {
+fn in_flags(told: &str) -> String {
     told.replace("`RedisStore::builder().tls(TlsCertificates { root_cert, .. })`", "--tls-ca FILE")
         .replace(
             "`RedisStore::builder().tls(TlsCertificates { client_tls, .. })`",

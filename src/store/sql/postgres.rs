@@ -17,7 +17,7 @@ use super::line::{Handing, Line};
 use super::session::reason;
 use super::transactional::{Core, SAVEPOINT, Texts};
 use super::{Found, Opening, Peeked, Row, Weight, backend, not_done, store};
-use crate::error::StoreError;
+use crate::error::{StoreError, StoreErrorKind};
 use crate::scope::StorageKey;
 
 /// The table, for a migration of one's own. [`PostgresStore::migrate`] runs it; it may run again.
@@ -596,7 +596,15 @@ const CONNECTIONS: u32 = 10;
 /// look finds it dead takes another one.
 const TRUSTED: Duration = Duration::from_secs(1);
 
+/// Without the address, which may hold a password.
+const BLANK: &str = "the address begins or ends with a blank or a line end: take it away, also where it comes from \
+                     (a file of settings, a secret)";
+
 async fn connect(url: &str, pool: PgPoolOptions) -> Result<PgPool, StoreError> {
+    if url.trim() != url {
+        let error = StoreError::new(StoreErrorKind::Backend, "postgres", "connect");
+        return Err(error.with_source(BLANK).saying_why());
+    }
     let options: PgConnectOptions =
         url.parse().map_err(|error| not_done::<Postgres>("connect", error).saying_why())?;
     let pool = pool

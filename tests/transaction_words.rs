@@ -1,4 +1,4 @@
-//! A table of keys that is locked as a whole, by a migration or by maintenance: no twin, and told as what it is.
+//! What the PostgreSQL stores say of a table that is locked as a whole, which is no twin, and of a bad address.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on panics")]
 #![allow(clippy::wildcard_enum_match_arm, reason = "every other outcome fails the test")]
@@ -84,4 +84,12 @@ async fn a_lock_of_the_whole_table_is_told_from_a_twin() {
     drop(lease);
     waiting.await.unwrap();
     drop(granted(&store, new_key()).await);
+}
+
+#[tokio::test]
+async fn a_blank_around_an_address_is_told() {
+    for address in [" postgres://u:s3cret@h/d", "postgres://u:s3cret@h/d\r\n"] {
+        let told = PostgresStore::connect(address).await.unwrap_err().to_string();
+        assert!(told.contains("a blank or a line end") && !told.contains("s3cret"), "{told}");
+    }
 }
