@@ -347,8 +347,10 @@ async fn in_time<T>(
     let since = Instant::now();
     Box::pin(timeout_at(until, call)).await.unwrap_or_else(|_| {
         let unknown = StoreError::new(StoreErrorKind::OutcomeUnknown, NAME, "claim");
-        let within = until.saturating_duration_since(since);
-        let limit = "what the calls before it left of twice the store's call_timeout";
+        // A millisecond more than was left, without its fractions.
+        let within = until.saturating_duration_since(since).as_millis() + 1;
+        let within = Duration::from_millis(u64::try_from(within).unwrap_or(u64::MAX));
+        let limit = "at most twice the store's call_timeout";
         Err(unknown.with_source(NoAnswer { within, limit }))
     })
 }
