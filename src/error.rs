@@ -147,6 +147,11 @@ impl StoreError {
         self.0.source.as_deref().map(|source| source as _)
     }
 
+    /// It with all its causes on one line, each told once: for logs.
+    pub(crate) fn in_full(&self) -> InFull<'_> {
+        InFull(self)
+    }
+
     /// What it means.
     #[must_use]
     pub fn kind(&self) -> StoreErrorKind {
@@ -200,6 +205,32 @@ impl StdError for StoreError {
         let cause = self.reason()?;
         if self.0.says_why { untold(&cause.to_string(), cause) } else { Some(cause) }
     }
+}
+
+/// An error with all its causes.
+pub(crate) struct InFull<'a>(&'a StoreError);
+
+impl fmt::Display for InFull<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut told = self.0.to_string();
+        let mut next: Option<&(dyn StdError + 'static)> = self.0.source();
+        while let Some(cause) = next {
+            let words = cause.to_string();
+            if !told.contains(&words) {
+                told = format!("{told}: {words}");
+            }
+            next = cause.source();
+        }
+        f.write_str(&told)
+    }
+}
+
+/// Nothing was heard in time. Names the limit, so that who reads it knows what to set.
+#[derive(Clone, Copy, Debug, thiserror::Error)]
+#[error("no answer within {within:?} ({limit})")]
+pub(crate) struct NoAnswer {
+    pub(crate) within: Duration,
+    pub(crate) limit: &'static str,
 }
 
 /// The first cause that has not been told: some errors say with their own words what their cause says again, and whoever
@@ -352,6 +383,7 @@ mod tests {
             .with_source(std::io::Error::other("refused"));
         assert_eq!(error.to_string(), "redis store, claim: is unavailable");
         assert_eq!(StdError::source(&error).unwrap().to_string(), "refused");
+        assert_eq!(error.in_full().to_string(), "redis store, claim: is unavailable: refused");
     }
 
     #[cfg(any(feature = "redis", feature = "postgres", feature = "sqlite"))]
@@ -370,6 +402,7 @@ mod tests {
         assert_eq!(error.to_string(), "redis store, connect: is unavailable");
         let error = error.with_source(Repeating(refused())).saying_why();
         assert_eq!(error.to_string(), "redis store, connect: nobody listens (refused)");
+        assert_eq!(error.in_full().to_string(), error.to_string(), "and here as well");
         assert!(StdError::source(&error).is_none(), "it has been said");
         assert!(error.reason().unwrap().is::<Repeating>());
         let error = error.with_source(Silent(refused()));

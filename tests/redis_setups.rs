@@ -125,7 +125,7 @@ async fn b16_a_user_with_the_least_rights_works_and_what_is_hidden_is_said() {
         let error = RedisStore::connect(&url).await.unwrap_err();
         assert_eq!(error.kind(), StoreErrorKind::Backend, "{missing}: {error:?}");
         let cause = error.to_string();
-        assert!(cause.contains("grant it `+eval"), "{missing}: {cause}");
+        assert!(cause.contains(&format!("`ACL SETUSER pay {missing}`")), "{missing}: {cause}");
         assert!(cause.contains(&format!("may not run `{right}`")), "{missing}: {cause}");
         server.cli(&["acl", "setuser", "pay", missing]);
     }

@@ -322,3 +322,48 @@ async fn processes_live_through_a_failover_and_charge_nobody_twice() {
     assert_eq!(keys.len(), entries.len(), "no key twice: {ledger}");
     assert!(paid >= 30 && entries.len() >= paid, "{paid} paid of {}", entries.len());
 }
+
+/// Waits until the log says this, and gives the line.
+fn logged(sandbox: &Sandbox, words: &str) -> String {
+    let end = Instant::now() + Duration::from_secs(10);
+    loop {
+        let (output, errors) = sandbox.said();
+        let said = output + &errors;
+        if let Some(line) = said.lines().find(|line| line.contains(words)) {
+            return line.to_owned();
+        }
+        assert!(Instant::now() < end, "no {words:?} in {said}");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
+#[tokio::test]
+async fn the_running_log_says_in_words_what_failed_and_what_to_change() {
+    let redis = RedisServer::start();
+    redis.cli(&["acl", "setuser", "pay", "on", ">secret", "~*", "+@all"]);
+    let url = format!("redis://pay:secret@127.0.0.1:{}/", redis.port());
+    let sandbox = Sandbox::start(&["--store", &url]);
+    assert_eq!(sandbox.send(Call::pay("before", "tok_visa")).await.status, 201);
+
+    redis.cli(&["acl", "setuser", "pay", "-set"]);
+    assert_eq!(sandbox.send(Call::pay("k1", "tok_visa")).await.status, 503);
+    let line = logged(&sandbox, "the store does not do what it is asked");
+    assert!(line.contains("`ACL SETUSER pay +set`"), "{line}");
+    redis.cli(&["acl", "setuser", "pay", "+set"]);
+
+    redis.cli(&["config", "set", "maxmemory", "1"]);
+    assert_eq!(sandbox.send(Call::pay("k2", "tok_visa")).await.status, 503);
+    logged(&sandbox, "Redis is full: raise maxmemory");
+    redis.cli(&["config", "set", "maxmemory", "0"]);
+
+    redis.stop();
+    assert_eq!(sandbox.send(Call::pay("k3", "tok_visa")).await.status, 503);
+    let line = logged(&sandbox, "the store's call_timeout)");
+    assert!(line.contains("within 600ms (") || line.contains("within 1.2s ("), "{line}");
+    redis.cont();
+
+    let (output, errors) = sandbox.said();
+    for raw in ["StoreError", "Elapsed(", "Custom {", "source: Some"] {
+        assert!(!(output.clone() + &errors).contains(raw), "{raw} in {output}{errors}");
+    }
+}

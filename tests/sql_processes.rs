@@ -240,6 +240,24 @@ async fn a_locked_ledger_is_503_in_time_with_a_key_or_without_and_starves_nobody
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn while_the_table_of_keys_is_locked_as_a_whole_new_keys_are_503_and_what_stands_is_replayed()
+{
+    let world = World::new().await;
+    let sandbox = world.start();
+    until_charged(&sandbox, "before", "tok_visa").await;
+    let mut lock = world.watch.begin().await.unwrap();
+    // As CREATE INDEX takes it.
+    let text = "LOCK TABLE idempotency_records IN SHARE MODE";
+    sqlx::raw_sql(text).execute(&mut *lock).await.unwrap();
+    let refused = sandbox.send(Call::pay("new", "tok_visa")).await;
+    assert_eq!(refused.code(), "idempotency_store_unavailable", "{refused:?}");
+    assert!(sandbox.send(Call::pay("before", "tok_visa")).await.is_replay());
+    lock.rollback().await.unwrap();
+    until_charged(&sandbox, "new", "tok_visa").await;
+    assert_eq!(sandbox.charges().await, 2);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_database_that_its_operator_froze_takes_no_payment_with_a_key_or_without() {
     let world = World::new().await;
     let sandbox = world.start();

@@ -154,7 +154,7 @@ impl Auditor {
                         "the index of unsettled records is new"
                     ),
                     Err(error) => {
-                        tracing::warn!(error = ?error, "the index of unsettled records is not made anew");
+                        tracing::warn!(error = %error.in_full(), "the index of unsettled records is not made anew");
                         sleep(self.interval).await;
                     }
                 }

@@ -243,7 +243,7 @@ pub enum OperatorError {
     NoPage,
     /// An operation cannot be settled with this answer. Nothing was changed.
     #[error("{0}; nothing was changed")]
-    Answer(#[source] AnswerError),
+    Answer(AnswerError),
     /// The record's service would not be able to read the answer: it seals its own with a key that is not known
     /// here, or it does not seal them and a key was given here. Nothing was changed.
     #[error(
@@ -477,7 +477,7 @@ impl Operator {
         let noted = self.note(&entry).await;
         if let Err(error) = &noted {
             tracing::warn!(
-                target: AUDIT_TARGET, change = %ChangeId(entry.id), error = ?error,
+                target: AUDIT_TARGET, change = %ChangeId(entry.id), error = %error.in_full(),
                 "the trail does not know what came of a change"
             );
         }

@@ -121,7 +121,7 @@ impl From<OperatorError> for Problem {
             OperatorError::NoTrail(source)
             | OperatorError::Unconfirmed(source)
             | OperatorError::Store(source) => {
-                tracing::error!(error = %source, cause = ?source, "an operator's request failed");
+                tracing::error!(error = %source.in_full(), "an operator's request failed");
                 StatusCode::SERVICE_UNAVAILABLE
             }
         };

@@ -266,7 +266,7 @@ impl Engine {
         F: Future<Output = Result<T, StoreError>>,
     {
         let deadline = now + policy.claim_within;
-        let (mut tries, mut in_doubt) = (0, false);
+        let (mut tries, mut in_doubt, mut before) = (0, false, None);
         loop {
             let bound = policy.store_call.min(deadline.saturating_duration_since(now));
             let (outcome, answered) = self.timed(verb, now, bound, call()).await;
@@ -287,10 +287,14 @@ impl Engine {
             };
             let pause = pause(tries);
             if !again || answered + pause >= deadline {
-                tracing::error!(key = %key.in_logs(), verb, tries, error = ?error, "the store does not do what it is asked");
+                // A last try may have had no time left to fail of itself; the one before it says more.
+                let telling =
+                    before.as_ref().filter(|_| bound < policy.store_call).unwrap_or(&error);
+                tracing::error!(key = %key.in_logs(), verb, tries, error = %telling.in_full(), "the store does not do what it is asked");
                 return Reply { outcome: Err(error), at: answered, in_doubt };
             }
             observe::call_again(verb);
+            before = Some(error);
             sleep(pause).await;
             now = Instant::now();
         }

@@ -44,7 +44,7 @@ pub use execution::Execution;
 pub use wait::WaitLimits;
 
 use crate::config::{Enforcement, Policy, StoreDown};
-use crate::error::{Rejection, RejectionKind, StoreError, StoreErrorKind};
+use crate::error::{NoAnswer, Rejection, RejectionKind, StoreError, StoreErrorKind};
 use crate::fingerprint::Fingerprints;
 use crate::key::IdempotencyKey;
 use crate::record::{Claim, Grant, Millis, RenewOutcome, Renewal, Verdict, Writes};
@@ -181,6 +181,8 @@ const RETRY_AFTER_TOO_MANY: Duration = Duration::from_secs(1);
 const MARK_WITHIN: Duration = Duration::from_millis(500);
 /// A lease of which this part has passed before the handler could start is renewed first.
 const STALE_AFTER: (u32, u32) = (2, 3);
+/// What bounds one call, in the words of [`ConfigBuilder`](crate::ConfigBuilder).
+const CALL_LIMIT: &str = "store_call_timeout, or what was left of claim_within or complete_within";
 
 impl Engine {
     /// An engine on this store.
@@ -532,9 +534,10 @@ impl Engine {
             Some(within) if within <= bound => call.await,
             Some(_) | None => match timeout(bound, call).await {
                 Ok(result) => result,
-                Err(elapsed) => {
+                Err(_) => {
                     let kind = StoreErrorKind::OutcomeUnknown;
-                    Err(StoreError::new(kind, self.0.store.name(), verb).with_source(elapsed))
+                    let silence = NoAnswer { within: bound, limit: CALL_LIMIT };
+                    Err(StoreError::new(kind, self.0.store.name(), verb).with_source(silence))
                 }
             },
         };

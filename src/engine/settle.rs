@@ -107,7 +107,7 @@ impl Engine {
             };
             if Instant::now() + pause >= deadline {
                 tracing::error!(
-                    key = %lease.key().in_logs(), tries, error = ?error, "a run cannot be recorded in time"
+                    key = %lease.key().in_logs(), tries, error = %error.in_full(), "a run cannot be recorded in time"
                 );
                 return Settled::Unconfirmed;
             }

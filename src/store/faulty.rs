@@ -10,8 +10,8 @@ use tokio::sync::watch;
 use tokio::time::sleep;
 
 use super::{
-    AuditCursor, AuditStep, Inspect, Lease, Listing, LogId, Sealing, Sight, Store, StoreFuture,
-    TrailEntry, Wanted,
+    AuditCursor, AuditStep, Glance, Inspect, Lease, Listing, LogId, Sealing, Sight, Store,
+    StoreFuture, TrailEntry, Wanted,
 };
 use crate::error::{StoreError, StoreErrorKind};
 use crate::record::{
@@ -384,6 +384,10 @@ impl<S: Inspect> Inspect for Faulty<S> {
 
     fn trail(&self, at_most: u32) -> StoreFuture<'_, Vec<TrailEntry>> {
         self.inner.store.trail(at_most)
+    }
+
+    fn glance(&self) -> StoreFuture<'_, Option<Glance>> {
+        self.inner.store.glance()
     }
 
     fn sealing(&self, key: StorageKey, holder: HolderId) -> Sealing {

@@ -55,11 +55,29 @@ pub trait Inspect: Store {
     /// The latest entries of the trail, newest first. The store keeps ten thousand at least.
     fn trail(&self, at_most: u32) -> StoreFuture<'_, Vec<TrailEntry>>;
 
+    /// A short look around, for who found nothing and may have looked in the wrong place; `None` if the store cannot
+    /// say. Bounded, and never needed for anything else.
+    fn glance(&self) -> StoreFuture<'_, Option<Glance>> {
+        Box::pin(async { Ok(None) })
+    }
+
     /// Whether an answer that is settled here for a record of this holder is sealed as its service seals its own.
     /// What is around another store asks that one.
     fn sealing(&self, key: StorageKey, holder: HolderId) -> Sealing {
         Sealing::without_key(key, holder)
     }
+}
+
+/// What a short look around found. Names nobody's keys.
+#[derive(Clone, Debug, Default, Eq, PartialEq)]
+#[expect(clippy::exhaustive_structs, reason = "stores outside this crate build it")]
+pub struct Glance {
+    /// How many records of this store it saw.
+    pub records: u64,
+    /// There may be more: it did not see everything.
+    pub more: bool,
+    /// Where else records are, as far as it saw: prefixes, databases.
+    pub elsewhere: Vec<Box<str>>,
 }
 
 /// What stands under a key.
@@ -364,6 +382,10 @@ impl<S: Inspect + ?Sized> Inspect for Arc<S> {
 
     fn trail(&self, at_most: u32) -> StoreFuture<'_, Vec<TrailEntry>> {
         (**self).trail(at_most)
+    }
+
+    fn glance(&self) -> StoreFuture<'_, Option<Glance>> {
+        (**self).glance()
     }
 
     fn sealing(&self, key: StorageKey, holder: HolderId) -> Sealing {

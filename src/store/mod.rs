@@ -44,8 +44,8 @@ pub use faulty::{Fault, Faulty, Gate, Verb};
 #[cfg(feature = "admin")]
 pub(crate) use inspect::NoPage;
 pub use inspect::{
-    AuditCursor, AuditStep, Contents, Entry, Inspect, Listing, LogId, Page, Pass, Sight, Source,
-    Survey, TrailEntry, Wanted,
+    AuditCursor, AuditStep, Contents, Entry, Glance, Inspect, Listing, LogId, Page, Pass, Sight,
+    Source, Survey, TrailEntry, Wanted,
 };
 pub use memory::{MemoryStore, MemoryStoreBuilder};
 #[cfg(feature = "protect")]

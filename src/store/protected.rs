@@ -22,8 +22,8 @@ use bytes::{BufMut as _, Bytes, BytesMut};
 use sha2::{Digest as _, Sha256};
 
 use super::{
-    AuditCursor, AuditStep, Contents, Inspect, Lease, Listing, LogId, Sealing, Sight, Store,
-    StoreFuture, TrailEntry, Wanted, seal,
+    AuditCursor, AuditStep, Contents, Glance, Inspect, Lease, Listing, LogId, Sealing, Sight,
+    Store, StoreFuture, TrailEntry, Wanted, seal,
 };
 use crate::record::{
     Amend, Claim, ClaimOutcome, CompleteOutcome, Completion, Current, Finding, Forget,
@@ -441,6 +441,10 @@ impl<S: Inspect> Inspect for Protected<S> {
 
     fn trail(&self, at_most: u32) -> StoreFuture<'_, Vec<TrailEntry>> {
         self.store.trail(at_most)
+    }
+
+    fn glance(&self) -> StoreFuture<'_, Option<Glance>> {
+        self.store.glance()
     }
 
     fn sealing(&self, key: StorageKey, holder: HolderId) -> Sealing {

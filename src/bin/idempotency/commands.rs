@@ -4,7 +4,7 @@ use std::fmt;
 use std::io::{self, BufRead as _, IsTerminal as _, Write as _};
 use std::path::Path;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use http::{HeaderName, HeaderValue, StatusCode};
 use serde_json::json;
@@ -12,11 +12,13 @@ use tower_idempotency::admin::{
     Auditor, By, Detail, LONGEST_BODY, ListingView, MadeView, Operator, OperatorError, RecordView,
     Settlement, Shown, TrailView, Version, Who, Why, brief, rfc3339, state_of,
 };
-use tower_idempotency::store::{AuditStep, Inspect, Page, Source, Survey, Wanted};
-use tower_idempotency::{HeaderRules, StorageKey, StoredBody, StoredResponse};
+use tower_idempotency::store::{Glance, Inspect, Page, Source, Survey, Wanted};
+use tower_idempotency::{HeaderRules, StorageKey, StoredResponse};
 
 use crate::flags::{Change, Command, Flags, Settle, Which, read_file};
-use crate::output::{Cell, Paint, Tone, cell, harmless, print, print_json, table, toned};
+use crate::output::{Paint, Tone, cell, harmless, print, print_json, table, toned};
+use crate::progress::Progress;
+use crate::record::{contents_of, facts, state_cell};
 use crate::store::{chain, lacks_schema, protected};
 
 /// Why a command failed.
@@ -25,6 +27,8 @@ pub enum Failure {
     Operator(OperatorError),
     Failed(String),
     Usage(String),
+    /// There is no such record; says where it was looked for.
+    Missing(String),
 }
 
 impl From<OperatorError> for Failure {
@@ -43,7 +47,7 @@ impl Failure {
     /// As `--help` says it.
     pub fn exit_code(&self) -> u8 {
         match self {
-            Self::Operator(OperatorError::NotFound) => 3,
+            Self::Missing(_) | Self::Operator(OperatorError::NotFound) => 3,
             Self::Operator(
                 OperatorError::Changed
                 | OperatorError::InFlight(_)
@@ -59,6 +63,7 @@ impl Failure {
         let code = match self {
             Self::Operator(error) => error.code(),
             Self::Failed(_) => "failed",
+            Self::Missing(_) => OperatorError::NotFound.code(),
             Self::Usage(_) => "usage",
         };
         json!({ "error": { "code": code, "message": self.to_string() } }).to_string()
@@ -78,7 +83,9 @@ impl fmt::Display for Failure {
                     false => Ok(()),
                 }
             }
-            Self::Failed(message) | Self::Usage(message) => f.write_str(message),
+            Self::Failed(message) | Self::Usage(message) | Self::Missing(message) => {
+                f.write_str(message)
+            }
         }
     }
 }
@@ -87,13 +94,15 @@ impl fmt::Display for Failure {
 struct Desk {
     operator: Operator,
     store: Arc<dyn Inspect>,
+    /// Where it looks, as people name it.
+    place: String,
     json: bool,
     paint: Paint,
 }
 
 /// Runs what the command line asks for.
 pub async fn run(flags: &Flags) -> Result<(), Failure> {
-    if let Some(which) = which(&flags.command) {
+    if let Some(which) = flags.command.which() {
         which.check().map_err(Failure::Usage)?;
     }
     let url = match &flags.store {
@@ -101,21 +110,26 @@ pub async fn run(flags: &Flags) -> Result<(), Failure> {
         Some(Err(error)) => return Err(Failure::Usage(format!("--store: {error}"))),
         Some(Ok(url)) => url,
     };
-    let store = protected(url.open(&flags.prefix).await?, &flags.protection_key)?;
+    let store = url.open(flags).await?;
+    let store = protected(store, flags.command.protection_keys())?;
     let (json, paint) = (flags.json, Paint::of_output());
     let mut operator = Operator::new(Arc::clone(&store));
-    if let Some(retention) = retention(&flags.command) {
+    if let Some(retention) = flags.command.retention() {
         operator = operator.retention(retention);
     }
     if let Command::Settle(Settle::Done { replace_unreadable: true, .. }) = &flags.command {
         operator = operator.replacing_unreadable();
     }
-    if flags.no_seal_check {
+    if let Command::Settle(Settle::Done { no_seal_check: true, .. }) = &flags.command {
         operator = operator.without_seal_check();
     }
-    let desk = Desk { operator, store, json, paint };
+    let place = match url.has_prefix() {
+        true => format!("{url}, prefix {:?}", flags.prefix),
+        false => url.to_string(),
+    };
+    let desk = Desk { operator, store, place, json, paint };
     match &flags.command {
-        Command::Show { which, contents } => desk.show(which, *contents).await,
+        Command::Show { which, contents, .. } => desk.show(which, *contents).await,
         Command::List { in_flight_older_than, limit, page, .. } => {
             let survey = in_flight_older_than.map_or(Survey::Unknown, Survey::InFlightFor);
             desk.list(survey, *limit, page.as_deref()).await
@@ -129,28 +143,6 @@ pub async fn run(flags: &Flags) -> Result<(), Failure> {
             desk.audit(&auditor.keys_per_second(*keys_per_second)).await
         }
         Command::Trail { limit } => desk.trail(*limit).await,
-    }
-}
-
-fn which(command: &Command) -> Option<&Which> {
-    match command {
-        Command::Show { which, .. }
-        | Command::Settle(Settle::Done { which, .. } | Settle::NotApplied { which, .. })
-        | Command::Forget { which, .. } => Some(which),
-        Command::List { .. } | Command::Audit { .. } | Command::Trail { .. } => None,
-    }
-}
-
-fn retention(command: &Command) -> Option<Duration> {
-    match command {
-        Command::Settle(Settle::Done { retention, .. } | Settle::NotApplied { retention, .. }) => {
-            *retention
-        }
-        Command::Show { .. }
-        | Command::List { .. }
-        | Command::Forget { .. }
-        | Command::Audit { .. }
-        | Command::Trail { .. } => None,
     }
 }
 
@@ -179,8 +171,51 @@ impl Desk {
         Ok(self.operator.list(&wanted).await?.source)
     }
 
+    /// The record; if there is none, says where it was looked for.
+    async fn look(&self, key: StorageKey, which: &Which) -> Result<Shown, Failure> {
+        match self.operator.show(key).await {
+            Err(OperatorError::NotFound) => {
+                let (asked, place) = (which.in_words(), &self.place);
+                let around = self.around(which).await;
+                let error = OperatorError::NotFound;
+                Err(Failure::Missing(format!("{error}: looked for {asked} in {place}{around}")))
+            }
+            shown => Ok(shown?),
+        }
+    }
+
+    /// What may help who looked in the wrong place. Only words: whatever fails here is no failure of theirs.
+    async fn around(&self, which: &Which) -> String {
+        let mut hints = Vec::new();
+        if let Some(key) = which.without_account()
+            && self.operator.show(key).await.is_ok()
+        {
+            hints.push("there is a record of this key without an account: --global".to_owned());
+        }
+        if let Ok(Some(seen)) = self.store.glance().await {
+            let Glance { records, more, elsewhere } = seen;
+            hints.push(match (records, more) {
+                (0, false) => "there are no records there at all".to_owned(),
+                (1, false) => "there is 1 record there".to_owned(),
+                (_, false) => format!("there are {records} records there"),
+                (_, true) => format!("there are {records} records there and perhaps more"),
+            });
+            let elsewhere = elsewhere.iter().map(|place| harmless(place)).collect::<Vec<_>>();
+            if !elsewhere.is_empty() {
+                hints.push(format!("records are {} as well", elsewhere.join(", ")));
+            }
+            if records > 0 && which.key_is_given() {
+                hints.push(
+                    "is it another --account, in more or fewer parts, or an --endpoint as well?"
+                        .to_owned(),
+                );
+            }
+        }
+        hints.iter().map(|hint| format!("; {hint}")).collect()
+    }
+
     async fn show(&self, which: &Which, contents: bool) -> Result<(), Failure> {
-        let shown = self.operator.show(self.key(which).await?).await?;
+        let shown = self.look(self.key(which).await?, which).await?;
         let detail = if contents { Detail::Contents } else { Detail::Facts };
         let view = RecordView::of(&shown, detail);
         if self.json {
@@ -284,7 +319,7 @@ impl Desk {
         };
         let by = by(change)?;
         let key = self.key(which).await?;
-        let version = self.agree(key, change, &words).await?;
+        let version = self.agree(key, which, change, &words).await?;
         let made = self.operator.settle(key, version, settlement, by).await?;
         self.tell(key, &made, "settled")
     }
@@ -298,7 +333,7 @@ impl Desk {
         let by = by(change)?;
         let key = self.key(which).await?;
         let words = "forget it: its key is new, and the next retry runs the operation";
-        let version = self.agree(key, change, words).await?;
+        let version = self.agree(key, which, change, words).await?;
         if version == Version::UNREADABLE && !unreadable {
             eprintln!(
                 "note: --unreadable forgets what this release cannot read; it may be a payment"
@@ -322,13 +357,14 @@ impl Desk {
     async fn agree(
         &self,
         key: StorageKey,
+        which: &Which,
         change: &Change,
         words: &str,
     ) -> Result<Version, Failure> {
         if let (true, Some(version)) = (change.yes, change.if_version) {
             return Ok(version);
         }
-        let shown = self.operator.show(key).await?;
+        let shown = self.look(key, which).await?;
         let version = change.if_version.unwrap_or_else(|| shown.version());
         if change.yes {
             return Ok(version);
@@ -433,77 +469,6 @@ fn unsaid(error: &str) -> Failure {
     Failure::Failed(format!("the change was made, but {error}"))
 }
 
-fn state_cell(state: &str, unknown: bool) -> Cell {
-    toned(state, if unknown { Tone::Alarm } else { Tone::Plain })
-}
-
-/// A record in lines of a name and a value.
-fn facts(shown: &Shown, view: &RecordView) -> Vec<Vec<Cell>> {
-    let now = shown.now();
-    let row = |name: &str, value: Cell| vec![toned(name, Tone::Faint), value];
-    let mut rows = vec![
-        row("reference", cell(&view.reference)),
-        row("storage key", cell(&view.storage_key)),
-        row("state", state_cell(view.summary, view.outcome_unknown)),
-        row("version", cell(&view.version)),
-    ];
-    if let Some(record) = shown.record() {
-        let seen = record.sighting();
-        let ago = |at| format!("{} ({} ago)", rfc3339(at), brief(now.since(at)));
-        rows.push(row("attempt", cell(seen.attempt.number().to_string())));
-        rows.push(row("first claim", cell(ago(seen.created))));
-        rows.push(row("since", cell(ago(seen.since(now)))));
-        if view.lease_until.is_some() {
-            let until = match seen.at > now {
-                true => format!("{} (in {})", rfc3339(seen.at), brief(seen.at.since(now))),
-                false => ago(seen.at),
-            };
-            rows.push(row("lease until", cell(until)));
-        }
-    }
-    if let Some(expires) = shown.expires() {
-        let left = format!("{} (in {})", rfc3339(expires), brief(expires.since(now)));
-        rows.push(row("kept until", cell(left)));
-    }
-    if let Some(status) = view.status {
-        let body = match view.body_bytes {
-            Some(bytes) => format!("{status}, {bytes} bytes of body"),
-            None => format!("{status}, body not kept"),
-        };
-        rows.push(row("answer", cell(body)));
-    }
-    if let Some(bytes) = view.checkpoint_bytes {
-        rows.push(row("checkpoint", cell(format!("{bytes} bytes"))));
-    }
-    if view.sealed {
-        let hint = "sealed; give --protection-key";
-        rows.push(row("contents", toned(hint, Tone::Alarm)));
-    }
-    rows
-}
-
-/// Headers and body of the stored answer.
-fn contents_of(shown: &Shown) -> Result<String, Failure> {
-    let response = shown.response().map_err(|error| Failure::Failed(error.to_string()))?;
-    let Some(response) = response else {
-        return Ok("\n(no answer that can be shown)\n".to_owned());
-    };
-    let mut text = String::from("\n");
-    for (name, value) in response.headers() {
-        let value = String::from_utf8_lossy(value.as_bytes());
-        text.push_str(&format!("{name}: {}\n", harmless(&value)));
-    }
-    if let StoredBody::Kept(body) = response.body() {
-        let body = String::from_utf8_lossy(body);
-        text.push('\n');
-        for line in body.lines() {
-            text.push_str(&harmless(line));
-            text.push('\n');
-        }
-    }
-    Ok(text)
-}
-
 fn answer(
     status: u16,
     headers: &[(String, String)],
@@ -551,50 +516,4 @@ fn system_user() -> Option<String> {
     let said = std::process::Command::new("id").arg("-un").output().ok()?;
     let name = String::from_utf8(said.stdout).ok()?.trim().to_owned();
     (said.status.success() && !name.is_empty()).then_some(name)
-}
-
-/// How far a pass is, on standard error: one line that moves on a terminal, one now and then elsewhere.
-struct Progress {
-    begun: Instant,
-    told: Instant,
-    moving: bool,
-    shown: bool,
-}
-
-impl Progress {
-    fn new(begun: Instant) -> Self {
-        Self { begun, told: begun, moving: io::stderr().is_terminal(), shown: false }
-    }
-
-    fn tell(&mut self, step: &AuditStep) {
-        let pause = Duration::from_millis(if self.moving { 200 } else { 5_000 });
-        if step.next.is_none() || self.told.elapsed() < pause {
-            return;
-        }
-        self.told = Instant::now();
-        let AuditStep { scanned, found, about, .. } = step;
-        // There are other keys too, and keys come and go: it is about so much.
-        let part = (scanned * 100).checked_div(*about).unwrap_or(0).min(99);
-        let left = match scanned {
-            0 => String::new(),
-            _ => {
-                let elapsed = self.begun.elapsed().as_secs_f64();
-                let rest = about.saturating_sub(*scanned) as f64;
-                let left = Duration::from_secs_f64(elapsed / *scanned as f64 * rest);
-                format!(", {} left", brief(left))
-            }
-        };
-        let line = format!("{part:2} %  {scanned} of about {about} keys, {found} found{left}");
-        match self.moving {
-            true => eprint!("\r\x1b[K{line}"),
-            false => eprintln!("{line}"),
-        }
-        self.shown = true;
-    }
-
-    fn end(&self) {
-        if self.moving && self.shown {
-            eprint!("\r\x1b[K");
-        }
-    }
 }

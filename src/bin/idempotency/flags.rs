@@ -9,6 +9,8 @@ use std::time::Duration;
 use clap::{Args, Parser, Subcommand};
 use tower_idempotency::admin::Version;
 use tower_idempotency::store::LogId;
+#[cfg(feature = "redis")]
+use tower_idempotency::store::redis::Errand;
 use tower_idempotency::{IdempotencyKey, Identity, KeySyntax, StorageKey};
 
 use crate::store::StoreUrl;
@@ -33,16 +35,8 @@ pub struct Flags {
     #[arg(long, global = true, env = "IDEMPOTENCY_PREFIX", default_value = "idem")]
     pub prefix: String,
 
-    /// Opens and seals records with this key, of a store that is protected: its number, and a file with its 32
-    /// bytes or their 64 hex digits. The first one seals.
-    #[arg(long, global = true, value_name = "ID=FILE", env = "IDEMPOTENCY_PROTECTION_KEY")]
-    #[arg(value_parser = protection_key, value_delimiter = ',')]
-    pub protection_key: Vec<(u32, PathBuf)>,
-
-    /// Settles although the answer would not be sealed as the record's service seals its own, for who knows that the
-    /// service can read it all the same.
-    #[arg(long, global = true)]
-    pub no_seal_check: bool,
+    #[command(flatten)]
+    pub tls: Tls,
 
     /// JSON on standard output, for scripts.
     #[arg(long, global = true)]
@@ -52,12 +46,40 @@ pub struct Flags {
     pub command: Command,
 }
 
+/// Certificates for `rediss://`, `rediss+sentinel://` and `rediss+cluster://`.
+#[derive(Args, Debug)]
+#[group(skip)]
+pub struct Tls {
+    /// For rediss://: who signs the server's certificate, a file in PEM [default: whom this machine trusts].
+    #[arg(long, global = true, value_name = "FILE", env = "IDEMPOTENCY_TLS_CA")]
+    pub tls_ca: Option<PathBuf>,
+    /// For a server that asks for one: the certificate of this program, a file in PEM; with --tls-key.
+    #[arg(long, global = true, value_name = "FILE", env = "IDEMPOTENCY_TLS_CERT")]
+    pub tls_cert: Option<PathBuf>,
+    /// The private key of --tls-cert, a file in PEM.
+    #[arg(long, global = true, value_name = "FILE", env = "IDEMPOTENCY_TLS_KEY")]
+    pub tls_key: Option<PathBuf>,
+}
+
+/// Keys of a store that is protected.
+#[derive(Args, Debug)]
+#[group(skip)]
+pub struct Protection {
+    /// Opens and seals records with this key, of a store that is protected: its number, and a file with its 32
+    /// bytes or their 64 hex digits. The first one seals.
+    #[arg(long, value_name = "ID=FILE", env = "IDEMPOTENCY_PROTECTION_KEY")]
+    #[arg(value_parser = protection_key, value_delimiter = ',')]
+    pub protection_key: Vec<(u32, PathBuf)>,
+}
+
 #[derive(Debug, Subcommand)]
 pub enum Command {
     /// Shows one record.
     Show {
         #[command(flatten)]
         which: Which,
+        #[command(flatten)]
+        protection: Protection,
         /// Prints headers and body of the stored answer as well.
         #[arg(long)]
         contents: bool,
@@ -128,6 +150,12 @@ pub enum Settle {
         /// read it either.
         #[arg(long)]
         replace_unreadable: bool,
+        #[command(flatten)]
+        protection: Protection,
+        /// Settles although the answer would not be sealed as the record's service seals its own, for who knows
+        /// that the service can read it all the same.
+        #[arg(long)]
+        no_seal_check: bool,
         /// How long the record is kept at least, for example `30d` [default: 24h]. What is left of its time is never
         /// shortened.
         #[arg(long, value_name = "TIME", value_parser = length)]
@@ -208,6 +236,35 @@ impl Which {
         }
     }
 
+    /// True if it is a client's key that is looked for.
+    pub fn key_is_given(&self) -> bool {
+        self.key.is_some() || self.key_file.is_some()
+    }
+
+    /// What is looked for, without the client's key.
+    pub fn in_words(&self) -> String {
+        let endpoint =
+            self.endpoint.iter().map(|(method, path)| format!(", endpoint {method} {path}"));
+        let endpoint: String = endpoint.collect();
+        match self.account.as_slice() {
+            _ if !self.key_is_given() => "this storage key".to_owned(),
+            [] => format!("this key, --global{endpoint},"),
+            [account] => format!("this key of the account {account:?}{endpoint}"),
+            parts => format!("this key of the account with the parts {parts:?}{endpoint}"),
+        }
+    }
+
+    /// The storage key of the same key where there is one name space for all; none if that is what was asked for.
+    pub fn without_account(&self) -> Option<StorageKey> {
+        match &self.key {
+            Some(key) if !self.account.is_empty() => {
+                let nobody = Identity::of_parts::<[&str; 0]>([]);
+                Some(StorageKey::new(&nobody, key))
+            }
+            Some(_) | None => None,
+        }
+    }
+
     /// The storage key, if it can be told without the store. A key's file may be standard input: it is read once.
     pub fn storage_key(&self) -> Result<Option<StorageKey>, String> {
         let read;
@@ -244,6 +301,63 @@ pub fn read_file(file: &Path, longest: usize) -> Result<Vec<u8>, String> {
         }
         Ok(_) => Ok(bytes),
         Err(error) => Err(format!("cannot read {}: {error}", file.display())),
+    }
+}
+
+impl Command {
+    /// The record that it is about.
+    pub fn which(&self) -> Option<&Which> {
+        match self {
+            Self::Show { which, .. }
+            | Self::Settle(Settle::Done { which, .. } | Settle::NotApplied { which, .. })
+            | Self::Forget { which, .. } => Some(which),
+            Self::List { .. } | Self::Audit { .. } | Self::Trail { .. } => None,
+        }
+    }
+
+    /// How long a record is kept that is settled.
+    pub fn retention(&self) -> Option<Duration> {
+        match self {
+            Self::Settle(Settle::Done { retention, .. } | Settle::NotApplied { retention, .. }) => {
+                *retention
+            }
+            Self::Show { .. }
+            | Self::List { .. }
+            | Self::Forget { .. }
+            | Self::Audit { .. }
+            | Self::Trail { .. } => None,
+        }
+    }
+
+    /// The keys of a store that is protected, where contents are read or written.
+    pub fn protection_keys(&self) -> &[(u32, PathBuf)] {
+        match self {
+            Self::Show { protection, .. } | Self::Settle(Settle::Done { protection, .. }) => {
+                &protection.protection_key
+            }
+            Self::Settle(Settle::NotApplied { .. })
+            | Self::List { .. }
+            | Self::Forget { .. }
+            | Self::Audit { .. }
+            | Self::Trail { .. } => &[],
+        }
+    }
+
+    /// What it does to the store, so that all rights for it are looked at before.
+    #[cfg(feature = "redis")]
+    pub fn errands(&self) -> Vec<Errand> {
+        let mut errands = vec![match self {
+            Self::Show { .. } => Errand::Look,
+            Self::Settle(_) => Errand::Settle,
+            Self::Forget { .. } => Errand::Forget,
+            Self::List { .. } => Errand::List,
+            Self::Audit { .. } => Errand::Audit,
+            Self::Trail { .. } => Errand::Trail,
+        }];
+        if self.which().is_some_and(|which| which.reference.is_some()) {
+            errands.push(Errand::List);
+        }
+        errands
     }
 }
 

@@ -5,6 +5,8 @@
 mod commands;
 mod flags;
 mod output;
+mod progress;
+mod record;
 mod store;
 
 use std::process::ExitCode;

@@ -8,7 +8,13 @@ use std::time::Duration;
 
 use tower_idempotency::store::Inspect;
 #[cfg(feature = "redis")]
-use tower_idempotency::store::redis::RedisAddress;
+use tower_idempotency::store::redis::{RedisAddress, RedisStoreBuilder};
+
+use crate::flags::Flags;
+#[cfg(feature = "redis")]
+use crate::flags::Tls;
+#[cfg(feature = "redis-tls")]
+use crate::flags::read_file;
 
 /// A store that records can be in.
 #[derive(Clone, Eq, PartialEq)]
@@ -29,24 +35,37 @@ const OPEN_WITHIN: Duration = Duration::from_secs(10);
 #[cfg(feature = "redis")]
 const CALL_TIMEOUT: Duration = Duration::from_secs(3);
 
+/// Longer than all authorities of a system together.
+#[cfg(feature = "redis-tls")]
+const LONGEST_CERTIFICATES: usize = 16 << 20;
+
 impl StoreUrl {
+    /// True if several services may share it, each under a prefix of its own.
+    pub fn has_prefix(&self) -> bool {
+        match self {
+            #[cfg(feature = "redis")]
+            Self::Redis(_) => true,
+            Self::Sqlite(_) | Self::Postgres(_) => false,
+        }
+    }
+
     /// Opens the store. Nothing is made that is not there.
-    pub async fn open(&self, prefix: &str) -> Result<Arc<dyn Inspect>, String> {
-        match tokio::time::timeout(OPEN_WITHIN, self.connect(prefix)).await {
+    pub async fn open(&self, flags: &Flags) -> Result<Arc<dyn Inspect>, String> {
+        match tokio::time::timeout(OPEN_WITHIN, self.connect(flags)).await {
             Ok(Ok(store)) => Ok(store),
             Ok(Err(error)) => Err(format!("cannot open the store {self}: {error}")),
             Err(_) => Err(format!("the store {self} did not answer within {OPEN_WITHIN:?}")),
         }
     }
 
-    #[cfg_attr(
-        not(feature = "redis"),
-        expect(unused_variables, reason = "only Redis has a prefix")
-    )]
-    async fn connect(&self, prefix: &str) -> Result<Arc<dyn Inspect>, String> {
+    async fn connect(&self, flags: &Flags) -> Result<Arc<dyn Inspect>, String> {
+        let tls = &flags.tls;
         match self {
             #[cfg(feature = "redis")]
-            Self::Redis(address) => redis(address, prefix).await,
+            Self::Redis(address) => redis(address, flags).await,
+            _ if tls.tls_ca.is_some() || tls.tls_cert.is_some() || tls.tls_key.is_some() => {
+                Err("--tls-ca, --tls-cert and --tls-key are for rediss://".to_owned())
+            }
             Self::Sqlite(path) => sqlite(path).await,
             Self::Postgres(url) => postgres(url).await,
         }
@@ -54,17 +73,58 @@ impl StoreUrl {
 }
 
 #[cfg(feature = "redis")]
-async fn redis(address: &RedisAddress, prefix: &str) -> Result<Arc<dyn Inspect>, String> {
+async fn redis(address: &RedisAddress, flags: &Flags) -> Result<Arc<dyn Inspect>, String> {
     use tower_idempotency::RedisStore;
     use tower_idempotency::store::redis::StartupChecks;
 
     // TLS needs a provider, which is the program's choice. Fails if there is one already.
     #[cfg(feature = "redis-tls")]
     let _ = rustls::crypto::ring::default_provider().install_default();
-    let builder = RedisStore::builder().prefix(prefix).call_timeout(CALL_TIMEOUT);
+    let builder = RedisStore::builder().prefix(&flags.prefix).call_timeout(CALL_TIMEOUT);
+    let builder = with_certificates(builder, &flags.tls)?;
     // What the server should be like is for the service to say.
-    let store = builder.startup_checks(StartupChecks::Skip).connect_to(address).await;
-    Ok(Arc::new(store.map_err(|error| chain(&error))?))
+    let builder = builder.startup_checks(StartupChecks::Skip).errands(flags.command.errands());
+    let store = builder.connect_to(address).await;
+    Ok(Arc::new(store.map_err(|error| in_flags(&chain(&error)))?))
+}
+
+#[cfg(feature = "redis-tls")]
+fn with_certificates(builder: RedisStoreBuilder, tls: &Tls) -> Result<RedisStoreBuilder, String> {
+    use tower_idempotency::store::redis::redis::{ClientTlsConfig, TlsCertificates};
+
+    let read = |file: &PathBuf| read_file(file, LONGEST_CERTIFICATES);
+    let root_cert = tls.tls_ca.as_ref().map(read).transpose()?;
+    let client_tls = match (&tls.tls_cert, &tls.tls_key) {
+        (Some(cert), Some(key)) => {
+            Some(ClientTlsConfig { client_cert: read(cert)?, client_key: read(key)? })
+        }
+        (None, None) => None,
+        (Some(_), None) | (None, Some(_)) => {
+            return Err("--tls-cert and --tls-key go together".to_owned());
+        }
+    };
+    Ok(match root_cert.is_some() || client_tls.is_some() {
+        true => builder.tls(TlsCertificates { client_tls, root_cert }),
+        false => builder,
+    })
+}
+
+#[cfg(all(feature = "redis", not(feature = "redis-tls")))]
+fn with_certificates(builder: RedisStoreBuilder, tls: &Tls) -> Result<RedisStoreBuilder, String> {
+    match (&tls.tls_ca, &tls.tls_cert, &tls.tls_key) {
+        (None, None, None) => Ok(builder),
+        _ => Err("this program was built without the feature `redis-tls`".to_owned()),
+    }
+}
+
+/// What the library says to programmers, said to who has a command line.
+#[cfg(feature = "redis")]
+fn in_flags(told: &str) -> String {
+    told.replace("`RedisStore::builder().tls(TlsCertificates { root_cert, .. })`", "--tls-ca FILE")
+        .replace(
+            "`RedisStore::builder().tls(TlsCertificates { client_tls, .. })`",
+            "--tls-cert FILE --tls-key FILE",
+        )
 }
 
 #[cfg(feature = "redis")]
@@ -163,7 +223,15 @@ impl FromStr for StoreUrl {
     type Err = String;
 
     fn from_str(url: &str) -> Result<Self, String> {
-        let (scheme, rest) = url.split_once(':').unwrap_or_default();
+        // The library says it of its own addresses, in the same words.
+        if url.trim() != url && !url.trim().starts_with("redis") {
+            return Err(format!(
+                "the address {:?} begins or ends with a blank or a line end: take it away, also where it \
+                 comes from (a file of settings, a secret)",
+                without_password(url)
+            ));
+        }
+        let (scheme, rest) = url.trim_start().split_once(':').unwrap_or_default();
         match scheme {
             "memory" => Err("a store in memory belongs to its process: ask its router".to_owned()),
             // Which names beginning so there are, the library knows.
@@ -189,16 +257,20 @@ impl FromStr for StoreUrl {
 /// Shows the address and never the password.
 impl fmt::Display for StoreUrl {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let (scheme, rest) = match self {
-            Self::Sqlite(path) => return write!(f, "sqlite:{}", path.display()),
+        match self {
+            Self::Sqlite(path) => write!(f, "sqlite:{}", path.display()),
             #[cfg(feature = "redis")]
-            Self::Redis(address) => return write!(f, "{address}"),
-            Self::Postgres(url) => url.split_once("://").unwrap_or_default(),
-        };
-        // A password may stand behind the question mark too.
-        let place = rest.rsplit_once('@').map_or(rest, |(_, place)| place);
-        write!(f, "{scheme}://{}", place.split('?').next().unwrap_or_default())
+            Self::Redis(address) => write!(f, "{address}"),
+            Self::Postgres(url) => f.write_str(&without_password(url)),
+        }
     }
+}
+
+fn without_password(url: &str) -> String {
+    let Some((scheme, rest)) = url.split_once("://") else { return url.to_owned() };
+    // A password may stand behind the question mark too.
+    let place = rest.rsplit_once('@').map_or(rest, |(_, place)| place);
+    format!("{scheme}://{}", place.split('?').next().unwrap_or_default())
 }
 
 impl fmt::Debug for StoreUrl {
@@ -237,7 +309,7 @@ pub fn chain(error: &dyn std::error::Error) -> String {
     let mut next = error.source();
     while let Some(cause) = next {
         let text = cause.to_string();
-        if !line.ends_with(&text) {
+        if !line.contains(&text) {
             line = format!("{line}: {text}");
         }
         next = cause.source();

@@ -10,7 +10,8 @@ use tokio::net::TcpStream;
 use tokio::time::timeout;
 
 use super::check::text;
-use super::connect::{Address, Failure, redis_error};
+use super::connect::{Address, Failure, is_about_rights, redis_error};
+use super::errand::Errand;
 use super::setup::{SetupError, pattern};
 use super::{NAME, RedisStore, connect};
 use crate::error::{StoreError, StoreErrorKind};
@@ -46,11 +47,11 @@ impl RedisStore {
             Some("CLUSTERDOWN") if is_cluster => SetupError::ClusterDown(said()),
             Some("CLUSTERDOWN" | "MOVED" | "ASK") => SetupError::OneNodeOfCluster,
             _ if is_about_rights(cause) => {
-                let (missing, keys) = (self.missing().await, pattern(&self.0.prefix));
+                let (lack, keys) = (self.lacking(&SERVING).await, pattern(&self.0.prefix));
                 let reason = said();
-                match missing.is_empty() && is_about_keys(&reason) {
+                match lack.commands.is_empty() && is_about_keys(&reason) {
                     true => SetupError::Keys { keys, reason },
-                    false => SetupError::Rights { missing, keys, reason },
+                    false => SetupError::Rights { lack, keys, reason },
                 }
             }
             _ if is_unknown_command(cause) => match self.watched().await {
@@ -120,60 +121,106 @@ impl RedisStore {
         }
     }
 
-    /// The commands that the user may not run. A script that is refused one of them does not say which;
+    /// Which of these commands the user may not run. A script that is refused one of them does not say which;
     /// outside of a script each is answered by itself.
-    async fn missing(&self) -> Vec<&'static str> {
-        let (names, questions) = harmless(&format!("{}:{{ready}}", self.0.prefix));
-        let mut missing = Vec::new();
+    async fn lacking(&self, names: &[&'static str]) -> Lack {
+        let questions = harmless(names, &format!("{}:{{ready}}", self.0.prefix));
+        let mut lack = Lack { commands: Vec::new(), user: self.0.user.clone() };
         for primary in self.0.connections.primaries() {
             // What the user may do is looked at before where the key is.
             let answers = self.0.connections.ask_one(&primary, &questions).await;
-            let answers = answers.unwrap_or_default();
-            let refused = |answer: &Value| {
-                let Value::ServerError(error) = answer else { return false };
+            for (name, answer) in names.iter().zip(&answers.unwrap_or_default()) {
+                let Value::ServerError(error) = answer else { continue };
                 // And not that it may not touch the key.
-                error.code() == "NOPERM" && error.details().is_some_and(|it| it.contains("to run"))
-            };
-            missing.extend(
-                names.iter().zip(&answers).filter(|(_, it)| refused(it)).map(|(name, _)| *name),
-            );
+                let of_command = error.details().is_some_and(|reason| reason.contains("to run"));
+                if error.code() == "NOPERM" && of_command {
+                    lack.commands.push(name);
+                }
+            }
         }
-        missing.sort_unstable();
-        missing.dedup();
-        missing
+        lack.commands.sort_unstable();
+        lack.commands.dedup();
+        lack
+    }
+
+    /// Refuses a user who lacks a right for one of these errands, and names all that are missing.
+    pub(super) async fn may(
+        &self,
+        errands: &[Errand],
+        operation: &'static str,
+    ) -> Result<(), StoreError> {
+        let mut names = CONNECTING.to_vec();
+        names.extend(errands.iter().flat_map(|errand| errand.commands()));
+        names.sort_unstable();
+        names.dedup();
+        let lack = self.lacking(&names).await;
+        match lack.commands.is_empty() {
+            true => Ok(()),
+            false => Err(SetupError::ErrandRights(lack).into_store_error(operation)),
+        }
     }
 }
 
-/// Every command that the store runs, so that it changes nothing, whether there is a mark of a readiness
-/// check or not.
-fn harmless(key: &str) -> (Vec<&'static str>, Pipeline) {
+/// What a user may not run.
+#[derive(Debug)]
+pub(super) struct Lack {
+    pub(super) commands: Vec<&'static str>,
+    user: Option<Box<str>>,
+}
+
+impl Lack {
+    /// As `ACL SETUSER` takes it.
+    pub(super) fn remedy(&self) -> String {
+        let user = self.user.as_deref().unwrap_or("USER");
+        format!("`ACL SETUSER {user} +{}`", self.commands.join(" +"))
+    }
+}
+
+/// Every command that a request needs.
+const SERVING: [&str; 13] = [
+    "eval",
+    "evalsha",
+    "time",
+    "get",
+    "set",
+    "getrange",
+    "setrange",
+    "strlen",
+    "exists",
+    "rename",
+    "unlink",
+    "pexpire",
+    "pexpiretime",
+];
+
+/// What the first look at a server needs.
+const CONNECTING: [&str; 4] = ["eval", "evalsha", "set", "time"];
+
+/// The commands, so that they change nothing, whether there is a mark of a readiness check or not.
+fn harmless(names: &[&'static str], key: &str) -> Pipeline {
     let no_script = "0".repeat(40);
-    let commands: [(&'static str, &[&str]); 13] = [
-        ("eval", &["return 1", "1", key]),
-        ("evalsha", &[&no_script, "1", key]),
-        ("time", &[]),
-        ("get", &[key]),
-        ("set", &[key, "1", "XX", "PX", "1"]),
-        ("getrange", &[key, "0", "0"]),
-        ("setrange", &[key, "0", ""]),
-        ("strlen", &[key]),
-        ("exists", &[key]),
-        ("rename", &[key, key]),
-        ("unlink", &[key]),
-        ("pexpire", &[key, "1"]),
-        ("pexpiretime", &[key]),
-    ];
     let mut pipeline = ::redis::pipe();
-    for (name, arguments) in commands {
+    for &name in names {
+        let arguments: &[&str] = match name {
+            "eval" => &["return 1", "1", key],
+            "evalsha" => &[&no_script, "1", key],
+            "time" | "dbsize" => &[],
+            "set" => &[key, "1", "XX", "PX", "1"],
+            "getrange" | "zrange" | "zremrangebyrank" => &[key, "0", "0"],
+            "setrange" => &[key, "0", ""],
+            "rename" => &[key, key],
+            "pexpire" | "expire" => &[key, "1"],
+            "scan" => &["0", "COUNT", "1"],
+            "zadd" => &[key, "XX", "0", "mark"],
+            // Nothing is written: a value is missing.
+            "hset" => &[key, "field", "1", "field"],
+            "xadd" => &[key, "NOMKSTREAM", "*", "field", "1"],
+            "xrevrange" => &[key, "+", "-", "COUNT", "1"],
+            _ => &[key],
+        };
         pipeline.cmd(name).arg(arguments);
     }
-    (commands.iter().map(|(name, _)| *name).collect(), pipeline)
-}
-
-pub(super) fn is_about_rights(error: &RedisError) -> bool {
-    // Redis 7.0 gives the refusal of a command inside a script no code of its own.
-    error.code() == Some("NOPERM")
-        || error.to_string().contains("The user executing the script can't")
+    pipeline
 }
 
 /// The words for it differ between versions, and in scripts.

@@ -15,6 +15,7 @@ use super::connect::{
     Address, CALL_TIMEOUT, CONNECT_TIMEOUT, Certificates, Cluster, Connections, Dialer, Failure,
     Node, Pooled,
 };
+use super::errand::Errand;
 use super::place::RedisAddress;
 use super::script::Work;
 use super::setup::SetupError;
@@ -40,6 +41,7 @@ pub struct RedisStoreBuilder {
     connect_timeout: Duration,
     wait: u32,
     startup_checks: StartupChecks,
+    errands: Vec<Errand>,
     sentinel_password: Option<String>,
     certificates: Option<Certificates>,
 }
@@ -65,6 +67,7 @@ impl RedisStoreBuilder {
             connect_timeout: CONNECT_TIMEOUT,
             wait: 0,
             startup_checks: StartupChecks::default(),
+            errands: Vec::new(),
             sentinel_password: None,
             certificates: None,
         }
@@ -120,6 +123,15 @@ impl RedisStoreBuilder {
         self
     }
 
+    /// For a tool of operators: what it is about to do. All rights that the user lacks for that are named when it
+    /// connects, at once and with what to change, and not one after the other.
+    ///
+    /// Default: none. A pool is not looked at.
+    pub fn errands(mut self, errands: impl IntoIterator<Item = Errand>) -> Self {
+        self.errands = errands.into_iter().collect();
+        self
+    }
+
     /// Whom the Sentinels of `redis+sentinel://` let in, if they ask for a password of their own.
     pub fn sentinel_password(mut self, password: impl Into<String>) -> Self {
         self.sentinel_password = Some(password.into());
@@ -160,7 +172,8 @@ impl RedisStoreBuilder {
             Ok(connections) => connections,
             Err(failure) => return Err(advice::of_no_connection(failure, &address).await),
         };
-        self.begin(RedisStore::new(connections, prefix, self.waiting())).await
+        let user = Some(address.user().into());
+        self.begin(RedisStore::new(connections, prefix, self.waiting(), user)).await
     }
 
     fn waits_by(&self, address: &RedisAddress) -> Result<u32, SetupError> {
@@ -199,6 +212,9 @@ impl RedisStoreBuilder {
 
     async fn begin(&self, store: RedisStore) -> Result<RedisStore, StoreError> {
         let begun = async {
+            if !self.errands.is_empty() {
+                store.may(&self.errands, "connect").await?;
+            }
             // Who skips the checks may be an operator, who has other rights than a service.
             match store.check_server("connect", Work::Write, |call| call).await {
                 Ok(()) => {}
@@ -244,7 +260,7 @@ impl RedisStoreBuilder {
     pub fn pool(self, pool: deadpool_redis::Pool) -> Result<RedisStore, StoreError> {
         let prefix = self.check("setup")?;
         let pool = Pooled::new(pool, self.call_timeout);
-        Ok(RedisStore::new(Connections::Pool(pool), prefix, self.waiting()))
+        Ok(RedisStore::new(Connections::Pool(pool), prefix, self.waiting(), None))
     }
 
     fn check(&self, operation: &'static str) -> Result<Box<str>, StoreError> {

@@ -19,7 +19,7 @@ use futures_util::future::join_all;
 
 use super::call::Call;
 use super::claim;
-use super::connect::{Failure, Urgency};
+use super::connect::Urgency;
 use super::script::{self, Looked};
 use super::words::Words;
 use super::{NAME, RedisStore, Verb};
@@ -31,8 +31,8 @@ use crate::record::{
 use crate::scope::StorageKey;
 use crate::store::inspect::{LOOKS_PER_PAGE, NoPage, TRAIL_LENGTH};
 use crate::store::{
-    AuditCursor, AuditStep, Contents, Entry, Inspect, Listing, LogId, Page, Pass, Sight, Source,
-    StoreFuture, TrailEntry, Wanted,
+    AuditCursor, AuditStep, Contents, Entry, Glance, Inspect, Listing, LogId, Page, Pass, Sight,
+    Source, StoreFuture, TrailEntry, Wanted,
 };
 use crate::token::HolderId;
 
@@ -105,7 +105,7 @@ impl RedisStore {
         let call = Call::plain(Words::of(&command));
         match self.0.connections.run(&call, Urgency::Ordinary).await {
             Ok(answer) => Ok(answer.value),
-            Err(failure) => Err(failed(operation, failure)),
+            Err(failure) => Err(self.failed(operation, failure)),
         }
     }
 
@@ -266,7 +266,7 @@ impl RedisStore {
 
     async fn ask(&self, primary: &str, questions: &Pipeline) -> Result<Vec<Value>, StoreError> {
         let answers = self.0.connections.ask_one(primary, questions).await;
-        answers.map_err(|failure| failed("audit", failure))
+        answers.map_err(|failure| self.failed("audit", failure))
     }
 
     async fn walk_on(
@@ -422,10 +422,6 @@ impl LastPass {
     }
 }
 
-fn failed(operation: &'static str, failure: Failure) -> StoreError {
-    StoreError::new(failure.kind(), NAME, operation).with_source(failure.into_cause())
-}
-
 /// This machine's clock, where the server's was not asked.
 fn clock() -> Millis {
     Millis(0).after(SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default())
@@ -456,7 +452,7 @@ fn fields(value: Value) -> Vec<(Vec<u8>, Vec<u8>)> {
 }
 
 /// The cursor and the names of SCAN.
-fn scanned(value: Value) -> Option<(u64, Vec<Vec<u8>>)> {
+pub(super) fn scanned(value: Value) -> Option<(u64, Vec<Vec<u8>>)> {
     let Value::Array(parts) = value else { return None };
     let [cursor, names] = <[Value; 2]>::try_from(parts).ok()?;
     let Value::BulkString(cursor) = cursor else { return None };
@@ -541,6 +537,10 @@ impl Inspect for RedisStore {
 
     fn find(&self, id: LogId) -> StoreFuture<'_, Vec<StorageKey>> {
         Box::pin(self.find_in_index(id))
+    }
+
+    fn glance(&self) -> StoreFuture<'_, Option<Glance>> {
+        Box::pin(async { Ok(self.look_around().await) })
     }
 
     fn audit<'a>(

@@ -37,6 +37,8 @@ mod call;
 mod check;
 mod claim;
 mod connect;
+mod errand;
+mod glance;
 mod inspect;
 mod mistaken;
 mod place;
@@ -52,6 +54,7 @@ use std::time::Duration;
 pub use ::{deadpool_redis, redis};
 pub use builder::RedisStoreBuilder;
 pub use check::{Concern, StartupChecks};
+pub use errand::Errand;
 pub use place::RedisAddress;
 
 use builder::PREFIX;
@@ -65,7 +68,7 @@ use ::redis::Value;
 use tokio::time::{Instant, timeout_at};
 
 use super::{Lease, Store, StoreFuture};
-use crate::error::{StoreError, StoreErrorKind};
+use crate::error::{NoAnswer, StoreError, StoreErrorKind};
 use crate::mistakes::{Mistake, made};
 use crate::record::{
     Claim, ClaimOutcome, CompleteOutcome, Completion, Grant, Release, ReleaseOutcome, RenewOutcome,
@@ -91,6 +94,8 @@ struct Inner {
     prefix: Box<str>,
     /// For claims, completions and checkpoints.
     wait: Option<Wait>,
+    /// Who we are to the server, for advice; a pool does not say.
+    user: Option<Box<str>>,
     clock: Clock,
     /// The user was refused a right since everything was tried last. Then no key is claimed before it was tried
     /// again: what a claim starts could not be recorded.
@@ -160,7 +165,7 @@ impl RedisStore {
     /// later serves others.
     #[must_use]
     pub fn from_pool(pool: deadpool_redis::Pool) -> Self {
-        Self::new(Connections::Pool(Pooled::new(pool, CALL_TIMEOUT)), PREFIX.into(), None)
+        Self::new(Connections::Pool(Pooled::new(pool, CALL_TIMEOUT)), PREFIX.into(), None, None)
     }
 
     /// A store with other settings.
@@ -168,9 +173,14 @@ impl RedisStore {
         RedisStoreBuilder::new()
     }
 
-    fn new(connections: Connections, prefix: Box<str>, wait: Option<Wait>) -> Self {
+    fn new(
+        connections: Connections,
+        prefix: Box<str>,
+        wait: Option<Wait>,
+        user: Option<Box<str>>,
+    ) -> Self {
         let (clock, rights_refused) = (Clock::new(), AtomicBool::new(false));
-        Self(Arc::new(Inner { connections, prefix, wait, clock, rights_refused }))
+        Self(Arc::new(Inner { connections, prefix, wait, user, clock, rights_refused }))
     }
 
     /// The key's name in Redis. The braces make the whole of it a hash tag.
@@ -193,12 +203,12 @@ impl RedisStore {
                 Ok(answer.value)
             }
             Err(connect::Failure::Refused(error)) => {
-                if advice::is_about_rights(&error) {
+                if connect::is_about_rights(&error) {
                     self.0.rights_refused.store(true, Ordering::Relaxed);
                 }
                 Err(error)
             }
-            Err(failure) => return Err(fail(failure.kind(), failure.into_cause())),
+            Err(failure) => return Err(self.failed(verb.operation, failure)),
         };
         match script::outcome(reply, verb.unreadable, verb.read) {
             Ok(Ok(outcome)) => match shortfall {
@@ -209,11 +219,15 @@ impl RedisStore {
                 Some(_) | None => Ok(outcome),
             },
             Ok(Err(bad_reply)) => Err(fail(StoreErrorKind::OutcomeUnknown, bad_reply.into())),
-            Err(error) => {
-                let failure = connect::Failure::Refused(error);
-                Err(fail(failure.kind(), failure.into_cause()))
-            }
+            Err(error) => Err(self.failed(verb.operation, connect::Failure::Refused(error))),
         }
+    }
+
+    /// The error of a call, in words that say what to change.
+    fn failed(&self, operation: &'static str, failure: connect::Failure) -> StoreError {
+        let kind = failure.kind();
+        let cause = failure.into_cause_for(self.0.user.as_deref());
+        StoreError::new(kind, NAME, operation).with_source(cause)
     }
 
     /// Claims by a plain command. `None` if it takes the script.
@@ -331,9 +345,14 @@ async fn in_time<T>(
     until: Instant,
     call: impl Future<Output = Result<T, StoreError>> + Send,
 ) -> Result<T, StoreError> {
-    Box::pin(timeout_at(until, call)).await.unwrap_or_else(|elapsed| {
+    let since = Instant::now();
+    Box::pin(timeout_at(until, call)).await.unwrap_or_else(|_| {
         let unknown = StoreError::new(StoreErrorKind::OutcomeUnknown, NAME, "claim");
-        Err(unknown.with_source(elapsed))
+        // A millisecond more than was left, without its fractions.
+        let within = until.saturating_duration_since(since).as_millis() + 1;
+        let within = Duration::from_millis(u64::try_from(within).unwrap_or(u64::MAX));
+        let limit = "at most twice the store's call_timeout";
+        Err(unknown.with_source(NoAnswer { within, limit }))
     })
 }
 

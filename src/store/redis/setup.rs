@@ -3,6 +3,7 @@
 use std::fmt;
 
 use super::NAME;
+use super::advice::Lack;
 use super::builder::MAX_PREFIX;
 use super::check::Concern;
 use super::connect::AddressError;
@@ -35,8 +36,10 @@ pub(super) enum SetupError {
     TooOld,
     #[error("the server could lose records: {}", list(.0))]
     Unsafe(Vec<Concern>),
-    #[error("{}; grant it `{RIGHTS}` on the keys of the prefix, `{keys}`", lacking(.missing, .reason))]
-    Rights { missing: Vec<&'static str>, keys: Box<str>, reason: Box<str> },
+    #[error("{}; all that it needs is `{RIGHTS}` on the keys of the prefix, `{keys}`", lacking(.lack, .reason))]
+    Rights { lack: Lack, keys: Box<str>, reason: Box<str> },
+    #[error("the user may not run {}, which this takes: {}", quoted(.0), .0.remedy())]
+    ErrandRights(Lack),
     #[error(
         "the user may not read and write the keys of the store ({reason}); grant it all with the prefix, \
          `ACL SETUSER user {keys}`: records, and large answers for the moment beside them"
@@ -111,6 +114,7 @@ impl SetupError {
             | Self::TooOld
             | Self::Unsafe(_)
             | Self::Rights { .. }
+            | Self::ErrandRights(_)
             | Self::Keys { .. }
             | Self::PasswordMissing(_)
             | Self::Sentinel(_)
@@ -153,12 +157,17 @@ fn list(concerns: &[Concern]) -> String {
     concerns.iter().map(Concern::to_string).collect::<Vec<_>>().join("; ")
 }
 
-fn lacking(missing: &[&str], reason: &str) -> String {
-    if missing.is_empty() {
+fn lacking(lack: &Lack, reason: &str) -> String {
+    if lack.commands.is_empty() {
         return format!("the user may not do what the scripts need ({reason})");
     }
-    let missing: Vec<_> = missing.iter().map(|command| format!("`{command}`")).collect();
-    format!("the user may not run {}, which the store needs ({reason})", missing.join(", "))
+    let (missing, remedy) = (quoted(lack), lack.remedy());
+    format!("the user may not run {missing}, which the store needs ({reason}): {remedy}")
+}
+
+fn quoted(lack: &Lack) -> String {
+    let commands: Vec<_> = lack.commands.iter().map(|command| format!("`{command}`")).collect();
+    commands.join(", ")
 }
 
 /// The pattern of all keys with a prefix, for an ACL; what has a meaning in patterns is taken as it stands.

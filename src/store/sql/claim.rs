@@ -109,12 +109,12 @@ impl<DB: Backend> Core<DB> {
             Ok(First::Not) => Box::pin(session.rollback()).await,
             Err(error) => {
                 Box::pin(session.rollback()).await;
-                return Self::refused(error);
+                return Box::pin(self.refused(error)).await;
             }
         }
         match Box::pin(session.begun(self.shared().texts.begin.clone())).await {
             Ok(session) => Box::pin(self.take(key, claim, Open::new(session, seat, turn))).await,
-            Err(error) => Self::refused(error),
+            Err(error) => Box::pin(self.refused(error)).await,
         }
     }
 
@@ -226,7 +226,7 @@ impl<DB: Backend> Core<DB> {
             }
             Err(error) => {
                 open.rollback().await;
-                Self::refused(error)
+                Box::pin(self.refused(error)).await
             }
         }
     }
@@ -247,8 +247,14 @@ impl<DB: Backend> Core<DB> {
         ClaimOutcome::Acquired(lease)
     }
 
-    fn refused(error: sqlx::Error) -> Result<ClaimOutcome<Lease>, StoreError> {
+    /// Boxed where it is called: it is rare.
+    async fn refused(&self, error: sqlx::Error) -> Result<ClaimOutcome<Lease>, StoreError> {
         match weigh::<DB>(&error) {
+            Weight::Locked if self.is_table_locked(&error).await => {
+                let unavailable = StoreErrorKind::Unavailable;
+                Err(StoreError::new(unavailable, DB::STORE, "claim")
+                    .with_source(TableLocked(error)))
+            }
             Weight::Locked => Ok(ClaimOutcome::InFlight { remaining: Duration::ZERO }),
             Weight::Conflict
             | Weight::Lost
@@ -258,7 +264,30 @@ impl<DB: Backend> Core<DB> {
             | Weight::Refused => Err(not_done::<DB>("claim", error)),
         }
     }
+
+    /// Whether a lock was refused since the whole table is locked, and not since a twin has the key.
+    async fn is_table_locked(&self, error: &sqlx::Error) -> bool {
+        if !DB::may_be_the_table(error) {
+            return false;
+        }
+        let asked = async {
+            let mut session = Session::acquire(self.pool()).await?;
+            let asked = async { DB::is_table_locked(session.connection()?).await };
+            let asked = bounded::<DB, _>(FIRST_LOOK, asked).await;
+            session.seen(asked)
+        };
+        // Who cannot be asked leaves it at what is usual: a twin.
+        asked.await.unwrap_or(false)
+    }
 }
+
+/// A claim waited for a lock that is no twin's.
+#[derive(Debug, thiserror::Error)]
+#[error(
+    "the table idempotency_records is locked as a whole, by a migration or other maintenance: no key can be \
+     claimed until it ends ({0})"
+)]
+struct TableLocked(#[source] sqlx::Error);
 
 impl<DB: Backend> Session<DB> {
     async fn peek(&mut self, key: StorageKey, limit: Duration) -> sqlx::Result<Peeked> {

@@ -13,7 +13,7 @@ use crate::record::{self, Amend, Forget, ForgetOutcome, Millis, ResolveOutcome, 
 use crate::scope::StorageKey;
 use crate::store::inspect::{LOOKS_PER_PAGE, NoPage};
 use crate::store::{
-    AuditStep, Contents, Entry, Listing, LogId, Page, Sight, Source, TrailEntry, Wanted,
+    AuditStep, Contents, Entry, Glance, Listing, LogId, Page, Sight, Source, TrailEntry, Wanted,
 };
 
 /// How long looking may take, and the server's own limits: a lock that is held longer is somebody's maintenance.
@@ -24,6 +24,9 @@ const ROWS_AT_ONCE: usize = 200;
 
 /// How many keys with one log id are told: more than two are an accident that nobody has seen.
 const MOST_OF_ONE_ID: i64 = 100;
+
+/// How many rows a glance counts: it is there to tell some from none.
+const COUNTED: i64 = 1_000;
 
 /// The header of a row: when it expires, its key, its header, its length.
 pub(super) type HeaderRow = (i64, Vec<u8>, Vec<u8>, i64);
@@ -49,6 +52,9 @@ pub(super) trait Inspected: Backend {
         id: LogId,
         at_most: i64,
     ) -> BoxFuture<'_, sqlx::Result<Vec<Vec<u8>>>>;
+
+    /// How many rows there are, up to so many.
+    fn count(connection: &mut Self::Connection, at_most: i64) -> BoxFuture<'_, sqlx::Result<i64>>;
 
     fn note<'a>(
         connection: &'a mut Self::Connection,
@@ -115,6 +121,20 @@ macro_rules! inspected {
                         .bind(at_most)
                         .fetch_all(connection)
                         .await
+                })
+            }
+
+            fn count(
+                connection: &mut $connection,
+                at_most: i64,
+            ) -> futures_util::future::BoxFuture<'_, sqlx::Result<i64>> {
+                const COUNT: &str = concat!(
+                    "SELECT count(*) FROM (SELECT 1 FROM idempotency_records WHERE expires_at > ",
+                    $now,
+                    " LIMIT $1) AS counted"
+                );
+                Box::pin(async move {
+                    sqlx::query_scalar(COUNT).bind(at_most).fetch_one(connection).await
                 })
             }
 
@@ -226,6 +246,12 @@ impl<DB: Inspected> LeaseCore<DB> {
         let keys = self.read("find", |line| DB::keys(line, id, MOST_OF_ONE_ID)).await?;
         let keys = keys.into_iter().filter_map(|key| key.try_into().ok());
         Ok(keys.map(StorageKey::from_bytes).collect())
+    }
+
+    pub(super) async fn glance(&self) -> Result<Option<Glance>, StoreError> {
+        let count = self.read("glance", |line| DB::count(line, COUNTED)).await?;
+        let records = u64::try_from(count).unwrap_or_default();
+        Ok(Some(Glance { records, more: count == COUNTED, elsewhere: Vec::new() }))
     }
 
     /// The index of the table is always right.
@@ -349,6 +375,10 @@ macro_rules! inspect {
             ) -> $crate::store::StoreFuture<'_, Vec<$crate::scope::StorageKey>> {
                 let $store = self;
                 Box::pin($core.find(id))
+            }
+            fn glance(&self) -> $crate::store::StoreFuture<'_, Option<$crate::store::Glance>> {
+                let $store = self;
+                Box::pin($core.glance())
             }
             fn audit<'a>(
                 &'a self,

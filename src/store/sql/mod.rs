@@ -148,6 +148,14 @@ pub trait Backend: Database + sealed::Sealed {
     #[doc(hidden)]
     const REMOTE: bool;
 
+    /// Whether a refusal of a lock may be about the table as a whole instead of one key.
+    #[doc(hidden)]
+    fn may_be_the_table(error: &sqlx::Error) -> bool;
+
+    /// Whether somebody has locked the table as a whole, or is about to, so that no key can be taken.
+    #[doc(hidden)]
+    fn is_table_locked(connection: &mut Self::Connection) -> BoxFuture<'_, sqlx::Result<bool>>;
+
     /// Why nothing can be written, and what to change, if the database says so.
     #[doc(hidden)]
     fn why_read_only(
@@ -536,6 +544,16 @@ macro_rules! backend {
 
             const REMOTE: bool = $texts::REMOTE;
             const CLOSING_COMMITS: bool = $texts::CLOSING_COMMITS;
+
+            fn may_be_the_table(error: &sqlx::Error) -> bool {
+                $texts::may_be_the_table(error)
+            }
+
+            fn is_table_locked(
+                connection: &mut $connection,
+            ) -> futures_util::future::BoxFuture<'_, sqlx::Result<bool>> {
+                Box::pin($texts::is_table_locked(connection))
+            }
 
             fn why_read_only(
                 connection: &mut $connection,

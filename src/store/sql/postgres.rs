@@ -5,7 +5,8 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use sqlx::postgres::{
-    PgConnectOptions, PgConnection, PgPool, PgPoolOptions, PgQueryResult, PgTransactionManager,
+    PgConnectOptions, PgConnection, PgDatabaseError, PgPool, PgPoolOptions, PgQueryResult,
+    PgTransactionManager,
 };
 use sqlx::{AssertSqlSafe, Connection as _, Postgres, Row as _, SqlSafeStr as _, SqlStr};
 use sqlx_core::transaction::TransactionManager as _;
@@ -16,7 +17,7 @@ use super::line::{Handing, Line};
 use super::session::reason;
 use super::transactional::{Core, SAVEPOINT, Texts};
 use super::{Found, Opening, Peeked, Row, Weight, backend, not_done, store};
-use crate::error::StoreError;
+use crate::error::{StoreError, StoreErrorKind};
 use crate::record::Millis;
 use crate::scope::StorageKey;
 
@@ -83,6 +84,13 @@ const WHY_READ_ONLY: &str = "
             'default_transaction_read_only is on, so no key can be claimed: an operator has set it for \
 the server, this database or this user, and RESET takes it back'
         END";
+
+/// Locks that keep claims out, also while they wait themselves: claims then wait behind them.
+const TABLE_LOCKED: &str = "
+    SELECT EXISTS (SELECT FROM pg_locks
+        WHERE locktype = 'relation' AND relation = to_regclass('idempotency_records')
+          AND database = (SELECT oid FROM pg_database WHERE datname = current_database())
+          AND mode IN ('ShareLock', 'ShareRowExclusiveLock', 'ExclusiveLock', 'AccessExclusiveLock'))";
 
 /// A look, and whether this session has prepared [`CLAIM`].
 const PEEK: &str = "
@@ -153,6 +161,18 @@ impl Sql {
     const REMOTE: bool = true;
     const CLOSING_COMMITS: bool = false;
 
+    /// A wait for a row, or for whoever is about to insert the same key, is told with the tuple that it was for. The
+    /// second who waits for a row is told none either, so this alone is no proof.
+    fn may_be_the_table(error: &sqlx::Error) -> bool {
+        let error = error.as_database_error();
+        let error = error.and_then(|error| error.try_downcast_ref::<PgDatabaseError>());
+        error.is_some_and(|error| error.r#where().is_none())
+    }
+
+    async fn is_table_locked(connection: &mut PgConnection) -> sqlx::Result<bool> {
+        sqlx::query_scalar(TABLE_LOCKED).fetch_one(connection).await
+    }
+
     async fn why_read_only(connection: &mut PgConnection) -> sqlx::Result<Option<String>> {
         sqlx::query_scalar(WHY_READ_ONLY).fetch_one(connection).await
     }
@@ -170,14 +190,23 @@ impl Sql {
         Ok(Peeked { found, able: row.try_get(3)? })
     }
 
+    /// Preparing takes a lock of the table, and so waits no longer for it than a claim. What is prepared outlives the
+    /// transaction.
     async fn enable(connection: &mut PgConnection) -> sqlx::Result<()> {
-        match sqlx::raw_sql(CLAIM).execute(&mut *connection).await {
-            Ok(_) => {}
+        let prepare = format!("BEGIN; SET LOCAL lock_timeout = {}; {CLAIM}", ms(CLAIM_LOCK));
+        let end = match sqlx::raw_sql(AssertSqlSafe(prepare)).execute(&mut *connection).await {
+            Ok(_) => "COMMIT",
             // `RESET ALL` forgets the setting and keeps the statement.
-            Err(sqlx::Error::Database(error)) if error.code().as_deref() == Some("42P05") => {}
-            Err(error) => return Err(error),
-        }
-        sqlx::raw_sql(ENABLED).execute(connection).await.map(drop)
+            Err(sqlx::Error::Database(error)) if error.code().as_deref() == Some("42P05") => {
+                "ROLLBACK"
+            }
+            Err(error) => {
+                sqlx::raw_sql("ROLLBACK").execute(connection).await?;
+                return Err(error);
+            }
+        };
+        let enabled = AssertSqlSafe(format!("{end}; {ENABLED}"));
+        sqlx::raw_sql(enabled).execute(connection).await.map(drop)
     }
 
     /// By the driver's own BEGIN, which takes several statements and writes none of them to a log.
@@ -580,7 +609,15 @@ const CONNECTIONS: u32 = 10;
 /// look finds it dead takes another one.
 const TRUSTED: Duration = Duration::from_secs(1);
 
+/// Without the address, which may hold a password.
+const BLANK: &str = "the address begins or ends with a blank or a line end: take it away, also where it comes from \
+                     (a file of settings, a secret)";
+
 async fn connect(url: &str, pool: PgPoolOptions) -> Result<PgPool, StoreError> {
+    if url.trim() != url {
+        let error = StoreError::new(StoreErrorKind::Backend, "postgres", "connect");
+        return Err(error.with_source(BLANK).saying_why());
+    }
     let options: PgConnectOptions =
         url.parse().map_err(|error| not_done::<Postgres>("connect", error).saying_why())?;
     let pool = pool

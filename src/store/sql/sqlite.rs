@@ -101,6 +101,15 @@ impl Sql {
         matches!(code.parse::<u32>().map(|code| code & 0xff), Ok(7 | 9 | 10 | 13))
     }
 
+    /// There is one lock for everything, and [`weigh`] takes it for that.
+    fn may_be_the_table(_: &sqlx::Error) -> bool {
+        false
+    }
+
+    async fn is_table_locked(_: &mut SqliteConnection) -> sqlx::Result<bool> {
+        Ok(false)
+    }
+
     /// Writes nothing, as a statement that writes. (BEGIN IMMEDIATE does not tell: where nothing can be written, it begins to
     /// read.) A file that may only be read refuses it before anything else; one whose lock somebody has is written at
     /// this moment, and is not waited for.

@@ -33,6 +33,11 @@ pub(in crate::store::redis) enum AddressError {
     #[error("{0}; an address looks like redis://user:password@host:6379/0")]
     Unreadable(RedisError),
     #[error(
+        "the address {0:?} has a blank or a line end at its {1}: take it away, also where it comes from (a \
+         file of settings, a secret)"
+    )]
+    Blank(Box<str>, &'static str),
+    #[error(
         "an address begins with a scheme: redis://localhost:6379, or rediss://localhost:6379 for TLS"
     )]
     NoScheme,
@@ -166,6 +171,15 @@ impl Address {
             Self::Cluster(seeds) => seeds,
         }
         .iter()
+    }
+
+    /// Who we are there.
+    pub(in crate::store::redis) fn user(&self) -> &str {
+        let info = match self {
+            Self::One(info) | Self::Sentinel { primary: info, .. } => Some(info),
+            Self::Cluster(seeds) => seeds.first(),
+        };
+        info.and_then(|info| info.redis_settings().username()).unwrap_or("default")
     }
 
     /// Reads an address without `wait`. Says nothing about TLS.

@@ -1,5 +1,6 @@
 //! What went wrong, and what that means for the caller.
 
+use std::borrow::Cow;
 use std::error::Error as StdError;
 use std::fmt;
 use std::sync::Arc;
@@ -40,11 +41,35 @@ impl Failure {
     }
 
     pub(in crate::store::redis) fn into_cause(self) -> Cause {
+        self.into_cause_for(None)
+    }
+
+    /// The same, with advice for this user.
+    pub(in crate::store::redis) fn into_cause_for(self, user: Option<&str>) -> Cause {
         match self {
-            Self::NotSent(cause) | Self::NoAnswer(cause) => Box::new(Told(cause)),
-            Self::Refused(error) => Box::new(Told(error.into())),
+            Self::NotSent(cause) => Box::new(Told(cause)),
+            Self::NoAnswer(cause) => Box::new(Told(match cause.downcast::<RedisError>() {
+                Ok(error) => Box::new(Explained { words: BROKE.into(), error: *error }),
+                Err(cause) => cause,
+            })),
+            Self::Refused(error) => Box::new(Told(match reasons::of_refusal(&error, user) {
+                Some(words) => Box::new(Explained { words, error }),
+                None => error.into(),
+            })),
         }
     }
+}
+
+/// What the library says of a line that ends is the system's word for it.
+const BROKE: &str = "the connection broke before the answer came";
+
+/// An error in the words of who has to do something about it, and as it was told here.
+#[derive(Debug, thiserror::Error)]
+#[error("{words} ({error})")]
+struct Explained {
+    words: Cow<'static, str>,
+    #[source]
+    error: RedisError,
 }
 
 /// Why no connection could be made.
@@ -249,13 +274,15 @@ impl StdError for NoConnection {
 /// A step that took too long.
 #[derive(Clone, Copy, Debug, thiserror::Error)]
 pub(super) enum TooLong {
-    #[error("no connection within {0:?}")]
+    #[error("no connection within {0:?} (the store's call_timeout)")]
     Connection(Duration),
-    #[error("no free slot in the pool within {0:?}")]
+    #[error("no free slot in the pool within {0:?} (the store's call_timeout)")]
     Slot(Duration),
-    #[error("no connection was free to wait for replicas on within {0:?}")]
+    #[error(
+        "no connection was free to wait for replicas on within {0:?} (the store's call_timeout)"
+    )]
     Lane(Duration),
-    #[error("no reply within {0:?}")]
+    #[error("no answer within {0:?} (the store's call_timeout)")]
     Reply(Duration),
 }
 

@@ -1,8 +1,11 @@
 //! Words for why there is no connection: where to, and what to change.
 
+use std::borrow::Cow;
+
 use ::redis::{ConnectionAddr, ConnectionInfo, ErrorKind, RedisError};
 
 use super::DialError;
+use crate::store::redis::setup::RIGHTS;
 
 /// How a password stands in an address.
 pub(super) const ENCODED: &str = "percent-encoded: / as %2F, # as %23, ? as %3F, @ as %40, % as %25, & as %26, \
@@ -108,4 +111,78 @@ pub(super) fn of_select(error: &RedisError) -> Option<(Box<str>, &'static str)> 
         return None;
     };
     Some((reason.into(), advice))
+}
+
+/// What it means that a server refused a command, and what to change.
+pub(super) fn of_refusal(error: &RedisError, user: Option<&str>) -> Option<Cow<'static, str>> {
+    let words = match error.code() {
+        Some("OOM") => {
+            "Redis is full: raise maxmemory, or wait until records are past their retention"
+        }
+        Some("READONLY") => "the server is a read-only replica: its primary has to be reached",
+        Some("LOADING") => "the server has just started and still reads its data: that passes",
+        Some("MISCONF") => "the server cannot write to its disk: look at its disk and its log",
+        Some("BUSY") => "a script of somebody's holds the server up: `SCRIPT KILL` ends it",
+        Some("NOAUTH") => "the server asks for a password, and the address has none",
+        Some("NOREPLICAS") => {
+            "the server misses replicas that its `min-replicas-to-write` asks for: attach them"
+        }
+        Some("CLUSTERDOWN") => {
+            "the cluster is down: `CLUSTER INFO` on a node says which slots fail"
+        }
+        Some("MASTERDOWN") => "the server is a replica that has lost its primary",
+        _ if is_about_rights(error) => return Some(of_rights(error, user).into()),
+        _ => return None,
+    };
+    Some(words.into())
+}
+
+pub(in crate::store::redis) fn is_about_rights(error: &RedisError) -> bool {
+    // Redis 7.0 gives the refusal of a command inside a script no code of its own.
+    error.code() == Some("NOPERM")
+        || error.to_string().contains("The user executing the script can't")
+}
+
+fn of_rights(error: &RedisError, user: Option<&str>) -> String {
+    let (said, user) = (error.to_string(), user.unwrap_or("USER"));
+    let behind = said.split_once("to run the '").map(|(_, behind)| behind);
+    match behind.and_then(|behind| behind.split_once('\'')) {
+        Some((command, _)) => {
+            format!("the user lacks the right to `{command}`: `ACL SETUSER {user} +{command}`")
+        }
+        None if said.contains("access") && said.contains("key") => format!(
+            "the user may not use this key: `ACL SETUSER {user} ~idem:*`, with the prefix of the store"
+        ),
+        None => format!(
+            "the user lacks a right that a script needs: `ACL SETUSER {user} {RIGHTS}` grants all of them"
+        ),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_refusal_says_what_to_change_in_the_words_of_every_version() {
+        let words = |code: &str, detail: &str| {
+            let error = ::redis::make_extension_error(code.to_owned(), Some(detail.to_owned()));
+            of_refusal(&error, Some("pay")).unwrap_or_default().into_owned()
+        };
+        let of_command = "this user has no permissions to run the 'set' command";
+        assert!(words("NOPERM", of_command).ends_with("`ACL SETUSER pay +set`"));
+        let in_script =
+            "ACL failure in script: User pay has no permissions to run the 'get' command";
+        assert!(words("NOPERM", in_script).ends_with("`ACL SETUSER pay +get`"));
+        for of_key in [
+            "No permissions to access a key",
+            "this user has no permissions to access one of the keys used as arguments",
+        ] {
+            assert!(words("NOPERM", of_key).contains("`ACL SETUSER pay ~idem:*`"));
+        }
+        let of_7_0 = "The user executing the script can't run this command or subcommand script";
+        assert!(words("ERR", of_7_0).contains("+pexpiretime"), "{}", words("ERR", of_7_0));
+        assert!(words("OOM", "command not allowed").contains("maxmemory"));
+        assert_eq!(words("ERR", "syntax error"), "");
+    }
 }

@@ -1,10 +1,18 @@
 //! What people get wrong in an address, found before anything reads it: a password that is not encoded makes
 //! another address of it, and what is told of that one would show a part of the password.
 
-use super::address::{AddressError, Kind, known};
+use super::address::{AddressError, Kind, known, shown};
 
 /// Looks for slips. `has_tls`: whether this program can speak TLS.
 pub(in crate::store::redis) fn find_slip(url: &str, has_tls: bool) -> Result<(), AddressError> {
+    let end = match url.trim_start().len() == url.len() {
+        false => Some("beginning"),
+        true if url.trim_end().len() < url.len() => Some("end"),
+        true => None,
+    };
+    if let Some(end) = end {
+        return Err(AddressError::Blank(shown(url).into(), end));
+    }
     let Some((scheme, rest)) = url.split_once("://") else { return Err(AddressError::NoScheme) };
     let Some((scheme, server, kind)) = known(scheme) else {
         return Err(AddressError::UnknownScheme(sayable(scheme).into()));
@@ -81,6 +89,27 @@ mod tests {
             assert_eq!(said(&url), "", "with the feature nothing is wrong with it");
         }
         assert!(find_slip("redis://h:1", false).is_ok());
+    }
+
+    #[test]
+    fn a_blank_at_either_end_is_told_and_shown() {
+        for (url, shown) in [
+            (
+                " redis://u:s3cret@h:1/",
+                r#"" redis://h:1/" has a blank or a line end at its beginning"#,
+            ),
+            (
+                "redis://u:s3cret@h:1\r\n",
+                r#""redis://h:1\r\n" has a blank or a line end at its end"#,
+            ),
+            ("redis://h:1/\t", r#""redis://h:1/\t" has"#),
+            ("\u{a0}redis+cluster://a:1,b:2", r#"" redis+cluster://a:1,b:2" has"#),
+            ("redis://h?wait=1 ", "at its end"),
+        ] {
+            let said = said(url);
+            assert!(said.replace("\\u{a0}", " ").contains(shown), "{url:?}: {said}");
+            assert!(!said.contains("s3cret"), "{said}");
+        }
     }
 
     #[test]

@@ -56,7 +56,10 @@ pub(super) async fn open(
     };
     match timeout(within, opening).await {
         Ok(opened) => opened,
-        Err(elapsed) => Err(io::Error::from(elapsed).into()),
+        Err(_) => {
+            let late = format!("no connection within {within:?}, the connect_timeout");
+            Err(io::Error::new(io::ErrorKind::TimedOut, late).into())
+        }
     }
 }
 
