@@ -42,7 +42,9 @@ macro_rules! sql {
                 })
             }
             fn exec_outside<'a>(pool: &'a Pool<Self>, sql: &'static str) -> BoxFuture<'a, ()> {
-                Box::pin(async move { drop(sqlx::query(sql).execute(pool).await.unwrap()) })
+                Box::pin(async move {
+                    sqlx::query(sql).execute(pool).await.unwrap();
+                })
             }
             fn number<'a>(pool: &'a Pool<Self>, sql: &'static str) -> BoxFuture<'a, i64> {
                 Box::pin(async move { sqlx::query_scalar(sql).fetch_one(pool).await.unwrap() })

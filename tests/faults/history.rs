@@ -241,7 +241,17 @@ impl History {
                 amount: number(entry, "amount"),
             })
             .collect();
-        let ran = self.runs_of(servers, &charges).await;
+        let runs = self.runs_of(servers, &charges).await;
+        self.evidence_of(charges, runs, store).await
+    }
+
+    /// The same of servers that are no processes, and say themselves what was charged and has run.
+    pub(crate) async fn evidence_of(
+        &self,
+        charges: Vec<Charge>,
+        ran: Vec<Run>,
+        store: &dyn Inspect,
+    ) -> Evidence {
         let (operations, mut runs, sights) = {
             let inner = self.inner();
             (inner.operations.clone(), inner.runs.clone(), inner.sights.clone())
