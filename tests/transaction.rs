@@ -26,6 +26,8 @@ use tower_idempotency::{
 
 /// What the tests need of a database.
 trait Sql: Backend {
+    /// How many connections a transaction takes from the pool; that of SQLite is beside it.
+    const TAKEN: usize;
     fn exec<'a>(tx: &'a mut Tx<Self>, sql: &str) -> BoxFuture<'a, sqlx::Result<()>>;
     fn exec_outside<'a>(pool: &'a Pool<Self>, sql: &'static str) -> BoxFuture<'a, ()>;
     fn number<'a>(pool: &'a Pool<Self>, sql: &'static str) -> BoxFuture<'a, i64>;
@@ -33,8 +35,9 @@ trait Sql: Backend {
 }
 
 macro_rules! sql {
-    ($database:ty, $sweep:expr) => {
+    ($database:ty, $taken:literal, $sweep:expr) => {
         impl Sql for $database {
+            const TAKEN: usize = $taken;
             fn exec<'a>(tx: &'a mut Tx<Self>, sql: &str) -> BoxFuture<'a, sqlx::Result<()>> {
                 let sql = sql.to_owned();
                 Box::pin(async move {
@@ -56,8 +59,8 @@ macro_rules! sql {
         }
     };
 }
-sql!(Postgres, async |pool| PostgresStore::from_pool(pool));
-sql!(Sqlite, async |pool| SqliteStore::from_pool(pool).await.unwrap());
+sql!(Postgres, 1, async |pool| PostgresStore::from_pool(pool));
+sql!(Sqlite, 0, async |pool| SqliteStore::from_pool(pool).await.unwrap());
 
 const TABLES: &str = "
     CREATE TABLE effects (id INTEGER, what TEXT);
@@ -222,7 +225,7 @@ async fn an_answer_is_kept_as_long_as_asked_and_little_longer<DB: Sql>(world: Wo
         tokio::time::sleep(Duration::from_millis(if run == 1 { 0 } else { 200 })).await;
         answer(201, "")
     });
-    for key in ["at once", "slow"] {
+    for key in ["quick", "slow"] {
         let began = now();
         assert_eq!(pay(key, "").await.status, 201);
         let ended = now();
@@ -433,7 +436,7 @@ async fn a_twin_waits_and_gets_the_answer_without_a_connection<DB: Sql>(world: W
         tokio::time::sleep(Duration::from_millis(200)).await;
         world.pool.size() as usize - world.pool.num_idle()
     });
-    assert_eq!(connections, 1, "only the owner has one");
+    assert_eq!(connections, DB::TAKEN, "only the owner has one");
     assert!(told.iter().all(|told| told.status == 201), "{told:?}");
     assert_eq!(told.iter().filter(|told| !told.replayed).count(), 1);
     assert_eq!((world.effects().await, world.runs()), (1, 1));

@@ -110,8 +110,9 @@ const PEEK: &str = "
 /// snapshot too early:
 ///
 /// * `$5`, `$6`: how long the handler may leave its transaction alone, and how long a statement may take.
-/// * `$7`, `$8`: how long the claim waits for a lock, and the handler's statements. What is returned is made
-///   when the row is there, and so behind that wait.
+/// * `$7`: how long the handler's statements wait for a lock. What is returned is made when the row is there, and so
+///   behind the claim's own wait. (How long that may be is said before, since the table is locked before anything of
+///   this is run.)
 /// * Warnings are to be told, since a COMMIT may come with one.
 /// * The server looks every 250 ms if its client is still there. Otherwise the backend of a process that
 ///   died would go on with its statement, and hold the key until that ends. A look is one system call, and
@@ -125,11 +126,10 @@ const PEEK: &str = "
 /// Whoever is there already is a unique violation, not a row less: a message is answered as a whole.
 /// A look has gone before, so that this is a race that was lost.
 const CLAIM: &str = "\
-    PREPARE tower_idempotency_claim_2 (bytea, smallint, bytea, bigint, text, text, text, text) AS
+    PREPARE tower_idempotency_claim_2 (bytea, smallint, bytea, bigint, text, text, text) AS
     INSERT INTO idempotency_records (storage_key, state, record, expires_at)
     SELECT $1, $2, $3, $4
-     WHERE set_config('lock_timeout', $7, true) IS NOT NULL
-       AND set_config('idle_in_transaction_session_timeout', $5, true) IS NOT NULL
+     WHERE set_config('idle_in_transaction_session_timeout', $5, true) IS NOT NULL
        AND set_config('statement_timeout', $6, true) IS NOT NULL
        AND set_config('client_min_messages', 'warning', true) IS NOT NULL
        AND CASE WHEN current_setting('client_connection_check_interval', true) = '0'
@@ -144,7 +144,7 @@ const CLAIM: &str = "\
                  AND set_config('tcp_keepalives_count', '3', true) IS NOT NULL
                  AND set_config('tcp_user_timeout', '10000', true) IS NOT NULL
                 ELSE true END
-    RETURNING set_config('lock_timeout', $8, true)";
+    RETURNING set_config('lock_timeout', $7, true)";
 
 /// Says that [`CLAIM`] is prepared. A session that is reset loses both.
 const ENABLED: &str = "SET tower_idempotency.enabled = '2'";
@@ -520,13 +520,16 @@ impl PostgresStoreBuilder {
         let turns = pool.options().get_max_connections().saturating_sub(1).max(1) as usize;
         let lease = lease(pool.clone());
         let opening = Opening {
-            before: format!("BEGIN ISOLATION LEVEL {level}; EXECUTE tower_idempotency_claim_2(")
-                .into(),
+            before: format!(
+                "BEGIN ISOLATION LEVEL {level}; SET LOCAL lock_timeout = {}; \
+                 EXECUTE tower_idempotency_claim_2(",
+                ms(CLAIM_LOCK)
+            )
+            .into(),
             behind: format!(
-                ", '{}', '{}', '{}', '{}'); {SAVEPOINT}",
+                ", '{}', '{}', '{}'); {SAVEPOINT}",
                 ms(idle_timeout),
                 ms(statement_timeout),
-                ms(CLAIM_LOCK),
                 ms(lock_timeout)
             )
             .into(),
