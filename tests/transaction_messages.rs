@@ -195,6 +195,20 @@ async fn a_session_that_was_reset_is_made_able_again() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_session_that_has_lost_what_the_driver_prepared_costs_no_request() {
+    let world = World::new().await;
+    let pool = PgPoolOptions::new().max_connections(1).connect(&world.by_way).await.unwrap();
+    let send = serve(PostgresStore::from_pool(pool.clone()), pay);
+    assert_eq!(send("k").await.0, 201);
+    for (n, reset) in ["DEALLOCATE ALL", "DISCARD ALL"].into_iter().enumerate() {
+        all_back(&pool).await;
+        sqlx::raw_sql(reset).execute(&pool).await.unwrap();
+        assert_eq!(send(&format!("after-{n}")).await, (201, false), "{reset}");
+    }
+    assert_eq!((world.effects().await, world.open_transactions().await), (3, 0));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn connections_that_have_died_in_the_pool_cost_no_request() {
     let world = World::new().await;
     let store = PostgresStore::connect(&world.url).await.unwrap();

@@ -86,7 +86,15 @@ impl Engine {
         loop {
             let bound = policy.store_call.min(deadline.saturating_duration_since(now));
             let error = match self.settle_once(lease, settle, policy, now, bound).await {
-                Ok(settled) => return settled,
+                Ok(settled) => {
+                    if within > policy.complete_within {
+                        tracing::info!(
+                            key = %lease.key().in_logs(), ?settled,
+                            "a run that could not be recorded in time is recorded after all"
+                        );
+                    }
+                    return settled;
+                }
                 Err(error) => error,
             };
             tries += 1;

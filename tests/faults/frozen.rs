@@ -14,9 +14,9 @@ use crate::sandbox::{Answer, Call, Connection, Sandbox};
 use crate::site::{Site, USUAL, is, is_paid, sleep};
 
 /// In their handlers, when it freezes; and longer than the rest takes until then.
-const RUNNING: (usize, &str) = (100, "tok_charge_then_slow_6000");
+const RUNNING: (usize, &str) = (100, "tok_charge_then_slow_8000");
 /// Whose handlers have ended: what is in flight is the completion.
-const COMPLETING: (usize, &str) = (50, "tok_charge_then_slow_1000");
+const COMPLETING: (usize, &str) = (50, "tok_charge_then_slow_3000");
 /// Twins of the running ones at the other server.
 const WAITING: usize = 50;
 const CLAIMING: usize = 300;
@@ -70,7 +70,7 @@ async fn until(what: &str, mut done: impl AsyncFnMut() -> bool) {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_redis_frozen_under_load_ends_every_request_within_bounds_and_recovers() {
-    let frozen_for = Duration::from_secs(number("FAULTS_FROZEN_SECONDS", 8));
+    let frozen_for = Duration::from_secs(number("FAULTS_FROZEN_SECONDS", 10));
     let site = Site::start(&["--wait", "10"]).await;
     let (one, two) = (site.one.address, site.two.address);
     let ask_all = |to, kind: &'static str, (count, source)| -> Vec<Asked> {

@@ -83,7 +83,9 @@ impl Shop {
     pub(crate) fn starved(&self, verb: &str) -> usize {
         let of_it = format!("verb=\"{verb}\"");
         let said = self.server.said().1;
-        said.lines().filter(|line| line.contains(&of_it) && line.contains("Some(Slot(")).count()
+        said.lines()
+            .filter(|line| line.contains(&of_it) && line.contains("no free slot in the pool"))
+            .count()
     }
 
     /// Fails if anything that is promised does not hold.

@@ -102,8 +102,14 @@ const OF_OTHERS: &str = "tests/faults-a-h.md";
 const MORE_OF_OTHERS: &str = "tests/faults.md";
 
 /// Those that test the tests of this folder.
-const OF_THE_TESTS: [&str; 5] =
-    ["history.rs", "invariants_refuse.rs", "rows.rs", "random/schedule.rs", "random/reached.rs"];
+const OF_THE_TESTS: [&str; 6] = [
+    "history.rs",
+    "invariants_refuse.rs",
+    "ports.rs",
+    "rows.rs",
+    "random/schedule.rs",
+    "random/reached.rs",
+];
 
 #[test]
 fn a_row_without_a_test_or_with_one_that_does_not_exist_is_found() {

@@ -214,6 +214,17 @@ impl Desk {
         hints.iter().map(|hint| format!("; {hint}")).collect()
     }
 
+    async fn elsewhere(&self) -> String {
+        let Ok(Some(Glance { elsewhere, .. })) = self.store.glance().await else {
+            return String::new();
+        };
+        let places: Vec<_> = elsewhere.iter().map(|place| harmless(place)).collect();
+        match places.is_empty() {
+            true => String::new(),
+            false => format!("; records are {} as well", places.join(", ")),
+        }
+    }
+
     async fn show(&self, which: &Which, contents: bool) -> Result<(), Failure> {
         let shown = self.look(self.key(which).await?, which).await?;
         let detail = if contents { Detail::Contents } else { Detail::Facts };
@@ -421,6 +432,10 @@ impl Desk {
         }
         Ok(print(&match direct {
             true => "this store has an index that is always right: nothing to do\n".to_owned(),
+            // Perhaps not all is well, but it is looked for in the wrong place.
+            false if step.scanned == 0 => {
+                format!("no keys in {}{}\n", self.place, self.elsewhere().await)
+            }
             false => format!(
                 "{} {} read, {} in flight or unknown, in {}\n",
                 step.scanned,

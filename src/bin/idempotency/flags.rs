@@ -1,6 +1,7 @@
 //! The command line.
 
 use std::convert::Infallible;
+use std::ffi::OsString;
 use std::io::{self, Read as _};
 use std::num::NonZeroU32;
 use std::path::{Path, PathBuf};
@@ -52,13 +53,32 @@ pub struct Flags {
 pub struct Tls {
     /// For rediss://: who signs the server's certificate, a file in PEM [default: whom this machine trusts].
     #[arg(long, global = true, value_name = "FILE", env = "IDEMPOTENCY_TLS_CA")]
-    pub tls_ca: Option<PathBuf>,
+    tls_ca: Option<OsString>,
     /// For a server that asks for one: the certificate of this program, a file in PEM; with --tls-key.
     #[arg(long, global = true, value_name = "FILE", env = "IDEMPOTENCY_TLS_CERT")]
-    pub tls_cert: Option<PathBuf>,
+    tls_cert: Option<OsString>,
     /// The private key of --tls-cert, a file in PEM.
     #[arg(long, global = true, value_name = "FILE", env = "IDEMPOTENCY_TLS_KEY")]
-    pub tls_key: Option<PathBuf>,
+    tls_key: Option<OsString>,
+}
+
+impl Tls {
+    pub fn ca(&self) -> Option<PathBuf> {
+        file(self.tls_ca.as_ref())
+    }
+
+    pub fn cert(&self) -> Option<PathBuf> {
+        file(self.tls_cert.as_ref())
+    }
+
+    pub fn key(&self) -> Option<PathBuf> {
+        file(self.tls_key.as_ref())
+    }
+}
+
+/// A variable that is set to nothing is not set.
+fn file(name: Option<&OsString>) -> Option<PathBuf> {
+    name.filter(|name| !name.is_empty()).map(PathBuf::from)
 }
 
 /// Keys of a store that is protected.

@@ -63,7 +63,7 @@ impl StoreUrl {
         match self {
             #[cfg(feature = "redis")]
             Self::Redis(address) => redis(address, flags).await,
-            _ if tls.tls_ca.is_some() || tls.tls_cert.is_some() || tls.tls_key.is_some() => {
+            _ if tls.ca().is_some() || tls.cert().is_some() || tls.key().is_some() => {
                 Err("--tls-ca, --tls-cert and --tls-key are for rediss://".to_owned())
             }
             Self::Sqlite(path) => sqlite(path).await,
@@ -92,9 +92,9 @@ async fn redis(address: &RedisAddress, flags: &Flags) -> Result<Arc<dyn Inspect>
 fn with_certificates(builder: RedisStoreBuilder, tls: &Tls) -> Result<RedisStoreBuilder, String> {
     use tower_idempotency::store::redis::redis::{ClientTlsConfig, TlsCertificates};
 
-    let read = |file: &PathBuf| read_file(file, LONGEST_CERTIFICATES);
-    let root_cert = tls.tls_ca.as_ref().map(read).transpose()?;
-    let client_tls = match (&tls.tls_cert, &tls.tls_key) {
+    let read = |file: PathBuf| read_file(&file, LONGEST_CERTIFICATES);
+    let root_cert = tls.ca().map(read).transpose()?;
+    let client_tls = match (tls.cert(), tls.key()) {
         (Some(cert), Some(key)) => {
             Some(ClientTlsConfig { client_cert: read(cert)?, client_key: read(key)? })
         }
@@ -111,7 +111,7 @@ fn with_certificates(builder: RedisStoreBuilder, tls: &Tls) -> Result<RedisStore
 
 #[cfg(all(feature = "redis", not(feature = "redis-tls")))]
 fn with_certificates(builder: RedisStoreBuilder, tls: &Tls) -> Result<RedisStoreBuilder, String> {
-    match (&tls.tls_ca, &tls.tls_cert, &tls.tls_key) {
+    match (tls.ca(), tls.cert(), tls.key()) {
         (None, None, None) => Ok(builder),
         _ => Err("this program was built without the feature `redis-tls`".to_owned()),
     }

@@ -50,7 +50,10 @@ impl RedisStore {
                 let (lack, keys) = (self.lacking(&SERVING).await, pattern(&self.0.prefix));
                 let reason = said();
                 match lack.commands.is_empty() && is_about_keys(&reason) {
-                    true => SetupError::Keys { keys, reason },
+                    true => {
+                        let user = self.0.user.clone().unwrap_or_else(|| "USER".into());
+                        SetupError::Keys { user, keys, reason }
+                    }
                     false => SetupError::Rights { lack, keys, reason },
                 }
             }

@@ -42,9 +42,9 @@ pub(super) enum SetupError {
     ErrandRights(Lack),
     #[error(
         "the user may not read and write the keys of the store ({reason}); grant it all with the prefix, \
-         `ACL SETUSER user {keys}`: records, and large answers for the moment beside them"
+         `ACL SETUSER {user} {keys}`: records, and large answers for the moment beside them"
     )]
-    Keys { keys: Box<str>, reason: Box<str> },
+    Keys { user: Box<str>, keys: Box<str>, reason: Box<str> },
     #[error(
         "the server asks for a password, and the address has none ({0}): write \
          redis://:password@host for the user `default`, redis://user:password@host for another (what stands \

@@ -112,9 +112,15 @@ impl<DB: Backend> Core<DB> {
                 return Box::pin(self.refused(error)).await;
             }
         }
-        match Box::pin(session.begun(self.shared().texts.begin.clone())).await {
-            Ok(session) => Box::pin(self.take(key, claim, Open::new(session, seat, turn))).await,
-            Err(error) => Box::pin(self.refused(error)).await,
+        let begin = self.shared().texts.begin.clone();
+        match Box::pin(session.begin_here(begin)).await {
+            Ok(()) => Box::pin(self.take(key, claim, Open::new(session, seat, turn))).await,
+            Err(error) => {
+                if is_unfit::<DB>(&error) {
+                    session.close();
+                }
+                Box::pin(self.refused(error)).await
+            }
         }
     }
 
@@ -135,7 +141,8 @@ impl<DB: Backend> Core<DB> {
         let mut session = self.connected(handed).await?;
         match session.peek(key, FIRST_LOOK).await {
             Ok(peeked) => Ok((session, peeked)),
-            Err(error) if weigh::<DB>(&error) == Weight::Lost => {
+            Err(error) if weigh::<DB>(&error) == Weight::Lost || DB::is_bare(&error) => {
+                session.close();
                 let again = async {
                     let mut session = Session::acquire(self.writers()).await?;
                     let peeked = session.peek(key, ANSWER_WITHIN).await?;
@@ -225,7 +232,10 @@ impl<DB: Backend> Core<DB> {
                 Ok(outcome.map(|_| unreachable!("an outcome without a grant")))
             }
             Err(error) => {
-                open.rollback().await;
+                match is_unfit::<DB>(&error) {
+                    true => open.abandon(),
+                    false => open.rollback().await,
+                }
                 Box::pin(self.refused(error)).await
             }
         }
@@ -315,6 +325,12 @@ impl<DB: Backend> Session<DB> {
         let updated = bounded::<DB, _>(ANSWER_WITHIN, update).await;
         self.seen(updated)
     }
+}
+
+/// Whether it may be the connection's own fault, of one that is kept: a handler may have left something on it, as
+/// `PRAGMA query_only`.
+fn is_unfit<DB: Backend>(error: &sqlx::Error) -> bool {
+    DB::here().is_some() && weigh::<DB>(error) == Weight::Refused
 }
 
 /// What is written for the first claim of a key.

@@ -31,6 +31,8 @@ const TURN_STEPS: u32 = 10;
 /// For how long a connection may be handed on: then its pool has it back, which may have others who wait,
 /// and closes what is old.
 const HANDED_WITHIN: Duration = Duration::from_millis(100);
+/// The same of one that nobody else uses.
+const KEPT_WITHIN: Duration = Duration::from_secs(60);
 
 pub(super) struct Line<DB: Backend> {
     /// The right to have a transaction open.
@@ -52,7 +54,7 @@ pub(super) enum Handing {
     /// To whoever waits.
     On,
     Off,
-    /// To whoever comes next: there is one connection for all turns, and nobody else uses it.
+    /// To whoever comes next, for up to a minute: there is one connection for all turns, and nobody else uses it.
     Kept,
 }
 
@@ -128,10 +130,15 @@ impl<DB: Backend> Line<DB> {
                 };
                 match select(turn.as_mut(), Box::pin(beside)).await {
                     Either::Left((turn, _)) => turn,
-                    Either::Right(((session, _window), _)) => match look(session).await {
-                        Some(found) => return Err(Some(found)),
-                        None => turn.await,
-                    },
+                    Either::Right(((session, window), _)) => {
+                        let found = look(session).await;
+                        // Who waits on is in nobody's way to an answer.
+                        drop(window);
+                        match found {
+                            Some(found) => return Err(Some(found)),
+                            None => turn.await,
+                        }
+                    }
                 }
             }
         };
@@ -162,7 +169,12 @@ impl<DB: Backend> Line<DB> {
     /// For a session with nothing open on it: whoever waits gets it with the turn that comes next. Or else
     /// it goes back to its pool.
     pub(super) fn hand_on(&self, session: Session<DB>) {
-        if self.handing == Handing::On && session.age() > HANDED_WITHIN {
+        let limit = match self.handing {
+            Handing::On => HANDED_WITHIN,
+            Handing::Kept => KEPT_WITHIN,
+            Handing::Off => return,
+        };
+        if session.age() > limit {
             return;
         }
         let mut shelf = self.shelf();

@@ -140,6 +140,19 @@ pub trait Backend: Database + sealed::Sealed {
     #[doc(hidden)]
     fn ends(code: &str) -> bool;
 
+    /// True if some statements end the whole transaction with this error, and most do not: then
+    /// [`is_open`](Self::is_open) tells.
+    #[doc(hidden)]
+    fn may_end(code: &str) -> bool;
+
+    /// Whether a transaction is open.
+    #[doc(hidden)]
+    fn is_open(connection: &mut Self::Connection) -> BoxFuture<'_, sqlx::Result<bool>>;
+
+    /// True if the session has lost what the driver needs, so that it fails for good.
+    #[doc(hidden)]
+    fn is_bare(error: &sqlx::Error) -> bool;
+
     /// True if [`close`](Self::close) has committed what it has written, which then it does in one go.
     #[doc(hidden)]
     const CLOSING_COMMITS: bool;
@@ -540,6 +553,20 @@ macro_rules! backend {
 
             fn ends(code: &str) -> bool {
                 $texts::ends(code)
+            }
+
+            fn may_end(code: &str) -> bool {
+                $texts::may_end(code)
+            }
+
+            fn is_open(
+                connection: &mut $connection,
+            ) -> futures_util::future::BoxFuture<'_, sqlx::Result<bool>> {
+                Box::pin($texts::is_open(connection))
+            }
+
+            fn is_bare(error: &sqlx::Error) -> bool {
+                $texts::is_bare(error)
             }
 
             const REMOTE: bool = $texts::REMOTE;

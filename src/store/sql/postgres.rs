@@ -180,6 +180,20 @@ impl Sql {
         sqlx::query_scalar(WHY_READ_ONLY).fetch_one(connection).await
     }
 
+    fn may_end(_: &str) -> bool {
+        false
+    }
+
+    async fn is_open(_: &mut PgConnection) -> sqlx::Result<bool> {
+        Ok(true)
+    }
+
+    /// invalid_sql_statement_name: somebody has taken away what the driver had prepared (`DEALLOCATE ALL`).
+    fn is_bare(error: &sqlx::Error) -> bool {
+        let code = error.as_database_error().and_then(|error| error.code());
+        code.as_deref() == Some("26000")
+    }
+
     /// A transaction with a failed statement stays open, and refuses every other one.
     fn ends(_: &str) -> bool {
         false
@@ -537,7 +551,7 @@ impl PostgresStoreBuilder {
         let patience = Some(statement_timeout.saturating_add(SILENCE));
         let unlimited = Some("SET LOCAL statement_timeout = 0".into_sql_str());
         let texts = Texts { begin, claimed, opening, unlimited, patience };
-        PostgresStore(Core::new(pool, Line::new(turns, handing), texts, lease))
+        PostgresStore(Core::new(pool.clone(), pool, Line::new(turns, handing), texts, lease))
     }
 }
 

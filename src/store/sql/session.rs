@@ -104,13 +104,18 @@ impl<DB: Backend> Session<DB> {
     }
 
     /// Begins a transaction.
-    pub(super) async fn begun(mut self, begin: SqlStr) -> sqlx::Result<Self> {
+    async fn begun(mut self, begin: SqlStr) -> sqlx::Result<Self> {
+        self.begin_here(begin).await?;
+        Ok(self)
+    }
+
+    /// Begins a transaction.
+    pub(super) async fn begin_here(&mut self, begin: SqlStr) -> sqlx::Result<()> {
         // From here on something may be open.
         self.open = true;
         let begun = DB::begin(self.connection()?, begin);
         let begun = bounded::<DB, _>(ANSWER_WITHIN, begun).await;
-        self.seen(begun)?;
-        Ok(self)
+        self.seen(begun)
     }
 
     /// Begins a transaction and claims in it; or tells what is there.

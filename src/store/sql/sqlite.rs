@@ -101,6 +101,24 @@ impl Sql {
         matches!(code.parse::<u32>().map(|code| code & 0xff), Ok(7 | 9 | 10 | 13))
     }
 
+    /// SQLITE_CONSTRAINT, behind which a statement with OR ROLLBACK, or a trigger, has ended it.
+    fn may_end(code: &str) -> bool {
+        matches!(code.parse::<u32>().map(|code| code & 0xff), Ok(19))
+    }
+
+    fn is_bare(_: &sqlx::Error) -> bool {
+        false
+    }
+
+    /// There is no BEGIN within a transaction.
+    async fn is_open(connection: &mut SqliteConnection) -> sqlx::Result<bool> {
+        match sqlx::query("BEGIN").execute(&mut *connection).await {
+            Ok(_) => sqlx::query("ROLLBACK").execute(connection).await.map(|_| false),
+            Err(error) if primary(&error) == Some(ERROR) => Ok(true),
+            Err(error) => Err(error),
+        }
+    }
+
     /// There is one lock for everything, and [`weigh`] takes it for that.
     fn may_be_the_table(_: &sqlx::Error) -> bool {
         false
@@ -318,7 +336,7 @@ impl SqliteStore {
         let opening = Opening { before: Box::default(), behind: Box::default() };
         let begin = BEGIN.into_sql_str();
         let texts = Texts { begin, claimed, opening, unlimited: None, patience: None };
-        Self(Core::with_writers(writers, pool, Line::new(1, handing), texts, lease))
+        Self(Core::new(writers, pool, Line::new(1, handing), texts, lease))
     }
 
     /// Makes the table if it is not there.
@@ -432,8 +450,6 @@ fn writer(pool: &SqlitePool) -> SqlitePool {
     SqlitePoolOptions::new()
         .max_connections(1)
         .test_before_acquire(false)
-        .idle_timeout(None)
-        .max_lifetime(None)
         .connect_lazy_with(options)
 }
 

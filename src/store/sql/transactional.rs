@@ -127,11 +127,7 @@ impl<DB: Backend> Clone for Core<DB> {
 }
 
 impl<DB: Backend> Core<DB> {
-    pub(super) fn new(pool: Pool<DB>, line: Line<DB>, texts: Texts, lease: LeaseCore<DB>) -> Self {
-        Self::with_writers(pool.clone(), pool, line, texts, lease)
-    }
-
-    pub(super) fn with_writers(
+    pub(super) fn new(
         writers: Pool<DB>,
         pool: Pool<DB>,
         line: Line<DB>,
@@ -418,7 +414,13 @@ impl<DB: Backend> Core<DB> {
                     }
                 }
             }
-            let outcome = Box::pin(step::<DB, _>(connection, key, &verb)).await?;
+            // A row that is not there any more is not written anew: the transaction was rolled back by the handler, and
+            // its writes with it.
+            let held = |current: Current, now| match current {
+                Current::Absent => Step { change: Change::Keep, outcome: CompleteOutcome::Lost },
+                Current::Present(_) | Current::Unreadable(_) => verb(current, now),
+            };
+            let outcome = Box::pin(step::<DB, _>(connection, key, &held)).await?;
             if let Some(unlimited) = &self.0.texts.unlimited {
                 DB::run(connection, unlimited.clone()).await?;
             }

@@ -77,6 +77,8 @@ pub(crate) struct Unit<DB: Backend> {
     /// The database may have ended the transaction, so that a statement now would be committed by itself;
     /// or it does not answer any more.
     ended: AtomicBool,
+    /// A statement failed in a way in which some do end it, so that it has to be asked before the next one.
+    doubted: AtomicBool,
     /// How long a statement may go without a sign of life from the database. A server that is frozen
     /// or cut off does not keep its own limits.
     patience: Option<Duration>,
@@ -156,7 +158,8 @@ impl<DB: Backend> Drop for Open<DB> {
 impl<DB: Backend> Unit<DB> {
     pub(super) fn new(open: Open<DB>, patience: Option<Duration>) -> Self {
         let slot = Mutex::new(Slot::Ready(open));
-        Self { slot, failure: Mutex::default(), ended: AtomicBool::new(false), patience }
+        let [ended, doubted] = [false, false].map(AtomicBool::new);
+        Self { slot, failure: Mutex::default(), ended, doubted, patience }
     }
 
     /// Takes the transaction for good: whoever holds it now cannot use it any more.
@@ -177,6 +180,9 @@ impl<DB: Backend> Unit<DB> {
         // On a connection that does not answer, a statement would get the reply to the one before it.
         if weight == Weight::Lost || code.as_deref().is_some_and(DB::ends) {
             self.ended.store(true, Ordering::Release);
+        }
+        if code.as_deref().is_some_and(DB::may_end) {
+            self.doubted.store(true, Ordering::Release);
         }
         let failure = Failure { weight, code: code.map(Into::into) };
         let mut first = lock(&self.failure);
@@ -224,8 +230,24 @@ impl<DB: Backend> Tx<DB> {
 
     async fn run(&mut self, sql: SqlStr) -> sqlx::Result<()> {
         let unit = Arc::clone(&self.unit);
-        let connection = self.connection()?;
+        let connection = self.sure().await?.connection()?;
         within(unit.patience, DB::run(connection, sql)).await.inspect_err(|error| unit.note(error))
+    }
+
+    /// Asks if the transaction is still open, where that is in doubt.
+    async fn sure(&mut self) -> sqlx::Result<&mut Self> {
+        if self.unit.doubted.load(Ordering::Acquire) {
+            let unit = Arc::clone(&self.unit);
+            let asked = within(unit.patience, DB::is_open(self.connection()?)).await;
+            let open = asked.inspect_err(|error| unit.note(error))?;
+            unit.ended.fetch_or(!open, Ordering::AcqRel);
+            unit.doubted.store(false, Ordering::Release);
+        }
+        Ok(self)
+    }
+
+    fn is_doubted(&self) -> bool {
+        self.unit.doubted.load(Ordering::Acquire)
     }
 
     fn connection(&mut self) -> sqlx::Result<&mut DB::Connection> {
@@ -360,6 +382,11 @@ macro_rules! executor {
             {
                 let $this = self;
                 let tx: &'c mut Tx<$database> = $tx;
+                if tx.is_doubted() {
+                    let sure =
+                        async move { Ok::<_, sqlx::Error>(tx.sure().await?.fetch_many(query)) };
+                    return futures_util::stream::once(sure).try_flatten().boxed();
+                }
                 let unit = Arc::clone(&tx.unit);
                 match tx.connection() {
                     Ok(connection) => each_within(unit.patience, connection.fetch_many(query))
@@ -381,6 +408,9 @@ macro_rules! executor {
             {
                 let $this = self;
                 let tx: &'c mut Tx<$database> = $tx;
+                if tx.is_doubted() {
+                    return Box::pin(async move { tx.sure().await?.fetch_optional(query).await });
+                }
                 let unit = Arc::clone(&tx.unit);
                 match tx.connection() {
                     Ok(connection) => Box::pin(

@@ -114,11 +114,9 @@ fn claimed(on: On, recovery: Recovery) -> BTreeSet<&'static str> {
         // have another primary.
         (On::OneRedis, "at-most-once") => &["answers not stored"][..],
         (On::OneRedis | On::Sentinels, _) => &[],
-        (On::Cluster, _) => &[
-            "sent after a slot that moved",
-            "sent after a key that moved",
-            "sent again as a slot was open",
-        ],
+        // That a slot was open for a large answer is counted, too, but takes a moment that a busy machine may miss: the
+        // test of C20 that holds a slot open is certain of it.
+        (On::Cluster, _) => &["sent after a slot that moved", "sent after a key that moved"],
     });
     claimed
 }

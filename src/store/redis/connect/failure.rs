@@ -278,6 +278,8 @@ pub(super) enum TooLong {
     Connection(Duration),
     #[error("no free slot in the pool within {0:?} (the store's call_timeout)")]
     Slot(Duration),
+    #[error("no free slot in the pool within {0:?} (three quarters of the store's call_timeout)")]
+    Seat(Duration),
     #[error(
         "no connection was free to wait for replicas on within {0:?} (the store's call_timeout)"
     )]

@@ -59,7 +59,7 @@ impl Pooled {
         let patience = limit / 4 * 3;
         // `_seat` is held until the end: one call, one slot.
         let Ok(_seat) = timeout_at(begun + patience, waiting).await else {
-            return Err(Failure::NotSent(TooLong::Slot(patience).into()));
+            return Err(Failure::NotSent(TooLong::Seat(patience).into()));
         };
         let mut slot = match timeout_at(begun + limit, self.pool.get()).await {
             Ok(Ok(connection)) => Slot(Some(connection)),
