@@ -52,9 +52,11 @@ pub(super) struct Line<DB: Backend> {
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum Handing {
     /// To whoever waits.
+    #[cfg_attr(not(feature = "postgres"), expect(dead_code, reason = "PostgreSQL's"))]
     On,
     Off,
     /// To whoever comes next, for up to a minute: there is one connection for all turns, and nobody else uses it.
+    #[cfg_attr(not(feature = "sqlite"), expect(dead_code, reason = "SQLite's"))]
     Kept,
 }
 
@@ -184,6 +186,7 @@ impl<DB: Backend> Line<DB> {
     }
 
     /// Keeps no connection any more.
+    #[cfg(feature = "sqlite")]
     pub(super) fn close(&self) {
         let kept = {
             let mut shelf = self.shelf();

@@ -139,6 +139,7 @@ impl<DB: Backend> Core<DB> {
     }
 
     /// Closes what is beside the pool when the pool is closed, or nobody has it any more.
+    #[cfg(feature = "sqlite")]
     pub(super) fn close_with_pool(&self) {
         let (shared, writers) = (Arc::downgrade(&self.0), self.0.writers.clone());
         let closed = self.0.pool.close_event();
