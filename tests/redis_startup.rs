@@ -491,20 +491,20 @@ async fn keys_that_the_user_may_not_use_are_told_with_the_pattern_to_grant() {
     let server = RedisServer::start();
     server.cli(&["acl", "setuser", "pay", "on", ">right", "~other:*", "+@all"]);
     let url = format!("redis://pay:right@127.0.0.1:{}/", server.port());
-    is_a_mistake(&url, &["user ~idem:*`"]).await;
+    is_a_mistake(&url, &["SETUSER pay ~idem:*`"]).await;
     let prefixed = patient().prefix("pay[1]*");
     let (kind, said) = told(&prefixed.clone().connect(&url).await.unwrap_err());
     assert_eq!(kind, StoreErrorKind::Backend, "{said}");
-    assert!(said.contains(r"user ~pay\[1\]\*:*`"), "{said}");
+    assert!(said.contains(r"SETUSER pay ~pay\[1\]\*:*`"), "{said}");
     server.cli(&["acl", "setuser", "pay", r"~pay\[1\]\*:*"]);
     works(&prefixed.connect(&url).await.unwrap()).await;
 
     // The records, but not what stands beside them.
     server.cli(&["acl", "setuser", "pay", "resetkeys", "~idem:{*}"]);
-    is_a_mistake(&url, &["user ~idem:*`", "large answers"]).await;
+    is_a_mistake(&url, &["SETUSER pay ~idem:*`", "large answers"]).await;
     // Reading only.
     server.cli(&["acl", "setuser", "pay", "resetkeys", "%R~idem:*"]);
-    is_a_mistake(&url, &["user ~idem:*`"]).await;
+    is_a_mistake(&url, &["SETUSER pay ~idem:*`"]).await;
     // A command too: that is told with the pattern.
     server.cli(&["acl", "setuser", "pay", "resetkeys", "~idem:*", "-pexpire"]);
     is_a_mistake(&url, &["may not run `pexpire`", "`~idem:*`"]).await;
@@ -512,7 +512,7 @@ async fn keys_that_the_user_may_not_use_are_told_with_the_pattern_to_grant() {
     let store = patient().connect(&url).await.unwrap();
     server.cli(&["acl", "setuser", "pay", "resetkeys", "~other:*"]);
     let (_, said) = told(&store.ready().await.unwrap_err());
-    assert!(said.contains("user ~idem:*`"), "{said}");
+    assert!(said.contains("SETUSER pay ~idem:*`"), "{said}");
 }
 
 /// A pool as a program makes it.
