@@ -26,7 +26,7 @@ use crate::scope::StorageKey;
 /// The table is found by the connection's `search_path`.
 ///
 /// It has no CHECK constraints: PostgreSQL reads their text anew for each statement that writes, which was a third of
-/// what it did for a request. What somebody else has written there wrongly is found when it is read, and then nothing
+/// what it did for a request. A record that cannot be read is found when it is read, and then nothing
 /// runs.
 pub const SCHEMA: &str = "\
 CREATE TABLE IF NOT EXISTS idempotency_records (
