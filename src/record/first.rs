@@ -1,9 +1,9 @@
 //! What a store writes that learns the time only from what it writes: the record of a first claim, and the
 //! head of an answer.
 //!
-//! Redis tells the time with the command that claims, which is a trip too late to write it down. But the
-//! record's expiry is by the same clock, and is set by the same command: the times follow from it. Any change
-//! of such a record writes them out.
+//! Redis tells the time with the command that claims, and PostgreSQL with the statement, which is a trip too late to
+//! write it down. But the record's expiry is by the same clock, and is set by the same command: the times follow from
+//! it. Any change of such a record writes them out.
 
 use bytes::{Buf, BufMut, Bytes, BytesMut};
 
@@ -19,8 +19,21 @@ const FIRST_UNTOUCHED: u8 = 7;
 /// The record of a first claim, by somebody who does not know the time. `None` if its times take more
 /// room than there is.
 pub(crate) fn first(claim: &Claim, fence: Fence) -> Option<[u8; HEADER_LENGTH]> {
-    let (lease, beyond) = (millis(claim.terms.lease), millis(claim.terms.unknown_retention));
+    let beyond = millis(claim.terms.unknown_retention);
     let beyond = if made(Mistake::RedisOneTime) { 0 } else { beyond };
+    first_beyond(claim, fence, beyond)
+}
+
+/// The same where the record is kept for so many milliseconds, whatever becomes of its lease. Its fence is the
+/// moment that it was made.
+#[cfg(any(feature = "postgres", feature = "sqlite", test))]
+pub(crate) fn first_kept(claim: &Claim, kept: u64) -> Option<[u8; HEADER_LENGTH]> {
+    let beyond = kept.checked_sub(millis(claim.terms.lease))?;
+    first_beyond(claim, Fence::from_number(0), beyond)
+}
+
+fn first_beyond(claim: &Claim, fence: Fence, beyond: u64) -> Option<[u8; HEADER_LENGTH]> {
+    let lease = millis(claim.terms.lease);
     let fits = u32::try_from(lease).is_ok() && beyond <= MAX_BEYOND;
     let state = match claim.effects {
         Effects::Anywhere => FIRST,
@@ -140,6 +153,23 @@ mod tests {
             // But for the guess in the place of the fence.
             assert!(FENCE != record.fence && !is_near(FENCE, Millis(now.0 + 2_001)));
             assert_eq!(Record::decode(out).unwrap(), Record { fence: FENCE, ..*record });
+        }
+    }
+
+    #[test]
+    fn one_that_is_kept_for_its_retention_has_the_moment_for_a_fence() {
+        for effects in [Effects::Anywhere, Effects::Marked] {
+            let (claim_of, now) = (claim_of(effects), Millis(1_764_457_200_123));
+            let Step { change: Change::Write { record, .. }, .. } =
+                claim(Current::Absent, now, &claim_of)
+            else {
+                panic!("it is granted")
+            };
+            let kept = 90_000_000;
+            let bytes = Bytes::copy_from_slice(&first_kept(&claim_of, kept).unwrap());
+            let out = written_out(bytes, Some(Millis(now.0 + kept)));
+            assert_eq!(Record::decode(out).unwrap(), *record);
+            assert_eq!(first_kept(&claim_of, 29_999), None, "shorter than its lease");
         }
     }
 

@@ -24,7 +24,7 @@
 //! fingerprint and the holder.
 
 mod codec;
-#[cfg(feature = "redis")]
+#[cfg(any(feature = "redis", feature = "postgres", feature = "sqlite"))]
 mod first;
 mod sighting;
 #[cfg(test)]
@@ -36,8 +36,12 @@ use std::time::Duration;
 use bytes::Bytes;
 
 pub use codec::{Current, HEADER_LENGTH, Unreadable};
+#[cfg(any(feature = "postgres", feature = "sqlite"))]
+pub(crate) use first::first_kept;
+#[cfg(any(feature = "redis", feature = "postgres", feature = "sqlite"))]
+pub(crate) use first::written_out;
 #[cfg(feature = "redis")]
-pub(crate) use first::{NEAR, completed_head, first, is_first, is_near, written_out};
+pub(crate) use first::{NEAR, completed_head, first, is_first, is_near};
 pub use sighting::{
     Amend, Forget, ForgetOutcome, MARK_LENGTH, Seen, Sighting, Standing, amend, forget,
 };

@@ -11,9 +11,11 @@ use super::line::Turn;
 use super::session::{ANSWER_WITHIN, Session, bounded};
 use super::transactional::{Claimed, Clock, Core, Running};
 use super::tx::{Open, Unit};
-use super::{Backend, Found, Peeked, Row, Weight, maybe_done, not_done, step, weigh};
+use super::{
+    Backend, Found, Opened, Opening, Peeked, Row, Weight, maybe_done, moment, not_done, step, weigh,
+};
 use crate::error::{StoreError, StoreErrorKind};
-use crate::record::{self, Change, Claim, ClaimOutcome, Current, Grant, Step};
+use crate::record::{self, Change, Claim, ClaimOutcome, Current, Grant, Millis, Step};
 use crate::scope::StorageKey;
 use crate::store::Lease;
 
@@ -22,27 +24,12 @@ const FIRST_LOOK: Duration = Duration::from_secs(1);
 /// A claim that took longer than this waited for somebody, and what it says of the time is old.
 const CLAIM_FRESH: Duration = Duration::from_millis(10);
 
-/// What a first claim starts from.
-struct Start {
-    clock: Clock,
-    /// It can be done in one message.
-    able: bool,
-}
-
-impl Start {
-    /// None behind a row, which may be past its retention: that is judged under its lock.
-    fn behind(peeked: &Peeked) -> Option<Self> {
-        let (_, at) = peeked.found.current();
-        peeked.found.row.is_none().then(|| Self { clock: Clock::at(at), able: peeked.able })
-    }
-}
-
 /// What came of a first claim.
 enum First {
     Run(Grant, Claimed),
     /// This is there, and nothing is open.
     Found(Found),
-    /// Somebody has the key now, or it cannot be done in one message.
+    /// Somebody has the key, or it cannot be done in one message.
     Not,
 }
 
@@ -76,23 +63,24 @@ impl<DB: Backend> Core<DB> {
                 return Err(StoreError::new(StoreErrorKind::Unavailable, DB::STORE, "claim"));
             }
         };
-        let (mut session, start) = match DB::here() {
+        let (mut session, first) = match DB::here() {
             Some(now) => {
-                let session = self.connected(session).await.map_err(failed)?;
-                (session, Some(Start { clock: Clock::at(now), able: true }))
+                let mut session = self.connected(session).await.map_err(failed)?;
+                let first = self.first(&mut session, key, &claim, Some(now)).await;
+                (session, first)
             }
-            None => {
-                let (session, peeked) = self.look(key, session).await.map_err(failed)?;
-                if let Some(outcome) = stands(&peeked.found, &claim) {
-                    line.hand_on(session);
-                    return Ok(outcome);
+            None => match self.unseen(session, key, &claim).await {
+                Ok(first) => first,
+                Err(session) => {
+                    let (mut session, peeked) = self.look(key, session).await.map_err(failed)?;
+                    if let Some(outcome) = stands(&peeked.found, &claim) {
+                        line.hand_on(session);
+                        return Ok(outcome);
+                    }
+                    let first = self.seen(&mut session, key, &claim, &peeked).await;
+                    (session, first)
                 }
-                (session, Start::behind(&peeked))
-            }
-        };
-        let first = match start {
-            Some(start) => self.first(&mut session, key, &claim, start).await,
-            None => Ok(First::Not),
+            },
         };
         match first {
             Ok(First::Run(grant, claimed)) => {
@@ -126,8 +114,8 @@ impl<DB: Backend> Core<DB> {
 
     async fn connected(&self, handed: Option<Session<DB>>) -> sqlx::Result<Session<DB>> {
         match handed {
-            Some(session) => Ok(session),
-            None => Box::pin(Session::acquire_untested(self.writers())).await,
+            Some(session) if session.is_there() => Ok(session),
+            Some(_) | None => Box::pin(Session::acquire_untested(self.writers())).await,
         }
     }
 
@@ -154,48 +142,96 @@ impl<DB: Backend> Core<DB> {
         }
     }
 
-    /// Opens a transaction and takes a key that nobody has.
+    /// Takes a key without a look, on a connection whose last key was new, so that this one probably is. Whoever is
+    /// wrong gives the connection back: nothing has happened, and an answer is found by a look.
+    async fn unseen(
+        &self,
+        handed: Option<Session<DB>>,
+        key: StorageKey,
+        claim: &Claim,
+    ) -> Result<(Session<DB>, sqlx::Result<First>), Option<Session<DB>>> {
+        let mut session = match handed {
+            Some(session) if session.expects_new() => session,
+            other => return Err(other),
+        };
+        match self.first(&mut session, key, claim, None).await {
+            Ok(First::Not) => {}
+            Err(error) if weigh::<DB>(&error) != Weight::Locked => {}
+            first => return Ok((session, first)),
+        }
+        session.expect_new(false);
+        Box::pin(session.rollback()).await;
+        Err(Some(session))
+    }
+
+    /// Takes a key that nobody had when it was looked. A row that is there may be past its retention: that is judged
+    /// under its lock.
+    async fn seen(
+        &self,
+        session: &mut Session<DB>,
+        key: StorageKey,
+        claim: &Claim,
+        peeked: &Peeked,
+    ) -> sqlx::Result<First> {
+        let new = peeked.found.row.is_none();
+        let opening = &self.shared().texts.opening;
+        if !new || !(peeked.able || Box::pin(session.enable(opening)).await?) {
+            return Ok(First::Not);
+        }
+        self.first(session, key, claim, None).await
+    }
+
+    /// Opens a transaction and takes a key that nobody has, by the clock of this process or else of the database.
     async fn first(
         &self,
         session: &mut Session<DB>,
         key: StorageKey,
         claim: &Claim,
-        start: Start,
+        here: Option<Millis>,
     ) -> sqlx::Result<First> {
-        let Start { clock, able } = start;
-        if !able && !Box::pin(session.enable()).await? {
-            return Ok(First::Not);
-        }
-        let Some((row, grant)) = first_row(key, claim, &clock) else { return Ok(First::Not) };
+        let Some(row) = first_row(key, claim, here) else { return Ok(First::Not) };
+        let opening = &self.shared().texts.opening;
         let asked = Instant::now();
-        match session.open(&self.shared().texts.opening, &row).await {
-            Ok(None) => {}
-            Ok(Some(found)) => return Ok(First::Found(found)),
+        let told = match session.open(opening, &row).await {
+            Ok(Opened::Claimed(expires)) => expires,
+            Ok(Opened::Found(found)) => return Ok(First::Found(found)),
+            Ok(Opened::Taken) => return Ok(First::Not),
             Err(error) => {
                 return match weigh::<DB>(&error) {
-                    Weight::Constraint => Ok(First::Not),
+                    // A snapshot that does not see who was there first.
+                    Weight::Conflict => Ok(First::Not),
                     // The session may have been reset. Whatever else it is, the longer way says it too.
                     Weight::Refused => {
                         Box::pin(session.rollback()).await;
-                        Box::pin(session.enable()).await.map(|_| First::Not)
+                        Box::pin(session.enable(opening)).await.map(|_| First::Not)
                     }
-                    Weight::Conflict
+                    Weight::Constraint
                     | Weight::Locked
                     | Weight::Lost
                     | Weight::Unreached
                     | Weight::Full => Err(error),
                 };
             }
-        }
+        };
+        let (grant, claimed) = match (here, told) {
+            (Some(now), _) => claimed_by(row, now),
+            (None, Some(expires)) => {
+                let kept = row.expires.unwrap_or_default();
+                let made = moment(expires.saturating_sub(kept));
+                claimed_by(Row { expires: Some(expires), ..row }, made)
+            }
+            (None, None) => return Err(sqlx::Error::RowNotFound),
+        };
+        session.expect_new(true);
         if asked.elapsed() <= CLAIM_FRESH {
-            let Row { record, expires, .. } = row;
-            return Ok(First::Run(grant, Claimed { record, expires, clock }));
+            return Ok(First::Run(grant, claimed));
         }
         // It waited for somebody who may have claimed later than this claim says, with a higher fence.
-        let Some((row, grant)) = first_row(key, claim, &clock) else { return Ok(First::Not) };
-        let (record, expires) = (row.record.clone(), row.expires);
+        let now = claimed.clock.now();
+        let Some(row) = first_row(key, claim, Some(now)) else { return Ok(First::Not) };
+        let (grant, claimed) = claimed_by(row.clone(), now);
         match Box::pin(session.rewrite(row)).await? {
-            1 => Ok(First::Run(grant, Claimed { record, expires, clock })),
+            1 => Ok(First::Run(grant, claimed)),
             _ => Err(sqlx::Error::RowNotFound),
         }
     }
@@ -307,8 +343,8 @@ impl<DB: Backend> Session<DB> {
     }
 
     /// False if it cannot be done. Then claims take several messages.
-    async fn enable(&mut self) -> sqlx::Result<bool> {
-        let enable = async { DB::enable(self.connection()?).await };
+    async fn enable(&mut self, opening: &Opening) -> sqlx::Result<bool> {
+        let enable = async { DB::enable(self.connection()?, opening).await };
         let enabled = bounded::<DB, _>(ANSWER_WITHIN, enable).await;
         match self.seen(enabled) {
             Ok(()) => Ok(true),
@@ -333,16 +369,20 @@ fn is_unfit<DB: Backend>(error: &sqlx::Error) -> bool {
     DB::here().is_some() && weigh::<DB>(error) == Weight::Refused
 }
 
-/// What is written for the first claim of a key.
-fn first_row(key: StorageKey, claim: &Claim, clock: &Clock) -> Option<(Row, Grant)> {
-    let now = clock.now();
-    let Step { change, outcome } = record::claim(Current::Absent, now, claim);
-    match (change, outcome) {
-        (Change::Write { record, .. }, ClaimOutcome::Acquired(grant)) => {
-            Some((Row::to_complete(key, &record, now, &claim.terms), grant))
-        }
-        _ => None,
+/// What is written for the first claim of a key, by the clock of this process, or one that only the database knows.
+fn first_row(key: StorageKey, claim: &Claim, here: Option<Millis>) -> Option<Row> {
+    let Some(now) = here else { return Row::to_complete_from_then(key, claim) };
+    match record::claim(Current::Absent, now, claim).change {
+        Change::Write { record, .. } => Some(Row::to_complete(key, &record, now, &claim.terms)),
+        Change::Keep | Change::Remove => None,
     }
+}
+
+/// What comes of a row that was written at this moment.
+fn claimed_by(row: Row, made: Millis) -> (Grant, Claimed) {
+    let Row { record, expires, .. } = row;
+    let expires = expires.unwrap_or_default();
+    (Grant::first(made), Claimed { record, expires, clock: Clock::at(made) })
 }
 
 /// What is known of a key without claiming it, if that is an answer.

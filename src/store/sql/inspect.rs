@@ -7,7 +7,7 @@ use sqlx::SqlSafeStr as _;
 
 use super::lease::LeaseCore;
 use super::session::{Session, bounded};
-use super::{Backend, Lock, maybe_done, not_done};
+use super::{Backend, Lock, maybe_done, moment, not_done};
 use crate::error::StoreError;
 use crate::record::{self, Amend, Forget, ForgetOutcome, Millis, ResolveOutcome, Sighting};
 use crate::scope::StorageKey;
@@ -291,7 +291,7 @@ async fn page<DB: Inspected>(
 ) -> sqlx::Result<Listing> {
     let nobody = StorageKey::from_bytes([0; 24]);
     let found = DB::look(connection, nobody, Lock::None).await?;
-    let now = Millis(u64::try_from(found.now).unwrap_or_default());
+    let now = moment(found.now);
     // What is past its retention comes first, and is none.
     let alive = (found.now, StorageKey::from_bytes([u8::MAX; 24]));
     let mut after = place.unwrap_or(alive).max(alive);
@@ -309,6 +309,7 @@ async fn page<DB: Inspected>(
             let key = StorageKey::from_bytes(key);
             after = (expires, key);
             let length = usize::try_from(length).unwrap_or_default();
+            let header = record::written_out(header.into(), Some(moment(expires)));
             if let Ok(sighting) = Sighting::read(&header, length)
                 && wanted.survey.takes(&sighting, now)
             {

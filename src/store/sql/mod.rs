@@ -30,6 +30,8 @@ mod transactional;
 mod tx;
 mod unstoppable;
 
+use std::time::Duration;
+
 use bytes::Bytes;
 use futures_util::future::BoxFuture;
 use sqlx::{Database, SqlStr};
@@ -42,7 +44,7 @@ pub use sqlx;
 pub use tx::{NoTx, Savepoint, Tx};
 
 use crate::error::{StoreError, StoreErrorKind};
-use crate::record::{Change, Current, Expires, Millis, Record, Step, Terms};
+use crate::record::{self, Change, Current, Expires, Millis, Record, Step, Terms};
 use crate::scope::StorageKey;
 
 /// A database that records can be kept in. Implemented here for both, and not to be implemented
@@ -89,19 +91,21 @@ pub trait Backend: Database + sealed::Sealed {
 
     /// Makes a connection able to [`open`](Self::open), until it ends.
     #[doc(hidden)]
-    fn enable(connection: &mut Self::Connection) -> BoxFuture<'_, sqlx::Result<()>>;
+    fn enable<'c>(
+        connection: &'c mut Self::Connection,
+        opening: &'c Opening,
+    ) -> BoxFuture<'c, sqlx::Result<()>>;
 
     /// Begins a transaction, writes a row that was not there, and sets the handler's limits and the
-    /// savepoint, all in one message. An error leaves a transaction that has to be rolled back; what is
-    /// there already is one.
+    /// savepoint, all in one message. An error leaves a transaction that has to be rolled back.
     ///
-    /// Where it looks too, what a look without a lock found: then nothing is begun.
+    /// Where the clock is [not this process's](Self::here), the row's expiry is how long from then.
     #[doc(hidden)]
     fn open<'c>(
         connection: &'c mut Self::Connection,
         opening: &'c Opening,
         row: &'c Row,
-    ) -> BoxFuture<'c, sqlx::Result<Option<Found>>>;
+    ) -> BoxFuture<'c, sqlx::Result<Opened>>;
 
     /// Writes the last row of a transaction, in the place of this record, and of no other one: 0 if it is
     /// not there. Only COMMIT comes behind it, unless it [commits](Self::CLOSING_COMMITS) itself.
@@ -210,18 +214,35 @@ pub struct Peeked {
     pub able: bool,
 }
 
-/// What stands around a claim in the message that opens a transaction.
+/// What came of opening a transaction.
+#[doc(hidden)]
+#[derive(Debug)]
+#[expect(clippy::exhaustive_enums, reason = "not for use outside")]
+pub enum Opened {
+    /// The row is written. When it expires, where only the database knew.
+    Claimed(Option<i64>),
+    /// This is there, and nothing is begun.
+    Found(Found),
+    /// Something is there, and the transaction has to be rolled back.
+    Taken,
+}
+
+/// What stands around a claim in the message that opens a transaction, and what has to be prepared for it.
 #[doc(hidden)]
 #[derive(Clone, Debug)]
 #[expect(clippy::exhaustive_structs, reason = "not for use outside")]
 pub struct Opening {
+    /// What the claim is, prepared at the database by name.
+    pub prepare: Box<str>,
+    /// What a session has to be set to, each of which a database may refuse.
+    pub settings: Box<[SqlStr]>,
     pub before: Box<str>,
     pub behind: Box<str>,
 }
 
 /// What is written.
 #[doc(hidden)]
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 #[expect(clippy::exhaustive_structs, reason = "not for use outside")]
 pub struct Row {
     pub key: StorageKey,
@@ -264,16 +285,28 @@ const LOOKS_MAX: u32 = 4;
 
 impl Found {
     fn current(&self) -> (Current, Millis) {
-        let now = u64::try_from(self.now).unwrap_or_default();
         let current = match &self.row {
             // A row past its retention counts as absent, swept or not.
-            Some((record, expires)) if *expires > self.now => {
-                Current::from_stored(Some(record.clone()))
-            }
+            Some((record, expires)) if *expires > self.now => current_of(record, *expires),
             Some(_) | None => Current::Absent,
         };
-        (current, Millis(now))
+        (current, moment(self.now))
     }
+}
+
+/// What a row says that expires then.
+fn current_of(record: &Bytes, expires: i64) -> Current {
+    Current::from_stored(Some(record::written_out(record.clone(), Some(moment(expires)))))
+}
+
+/// What a database says of its clock.
+fn moment(at: i64) -> Millis {
+    Millis(u64::try_from(at).unwrap_or_default())
+}
+
+/// For how long a row is kept from its claim on.
+fn kept(terms: &Terms) -> Duration {
+    terms.retention.saturating_add(terms.retention / RETENTION_MARGIN)
 }
 
 impl Row {
@@ -283,9 +316,16 @@ impl Row {
     /// A row whose state and expiry do not change has a place in the indexes once, and none among what nobody has
     /// settled. So it says that it is completed, and that it expires as it will then, a little later than asked for.
     fn to_complete(key: StorageKey, record: &Record, now: Millis, terms: &Terms) -> Self {
-        let margin = terms.retention / RETENTION_MARGIN;
-        let at = Expires::At(now.after(terms.retention.saturating_add(margin)));
+        let at = Expires::At(now.after(kept(terms)));
         Self { state: COMPLETED, ..Self::new(key, record, at) }
+    }
+
+    /// The same by somebody who does not know the time: it expires so much later than it is written. None if its times
+    /// take more room than there is.
+    fn to_complete_from_then(key: StorageKey, claim: &record::Claim) -> Option<Self> {
+        let kept = record::millis(kept(&claim.terms));
+        let record = Bytes::copy_from_slice(&record::first_kept(claim, kept)?);
+        Some(Self { key, state: COMPLETED, record, expires: Some(i64::try_from(kept).ok()?) })
     }
 
     /// Leaves the expiry of the row that it replaces, if that is late enough.
@@ -471,20 +511,18 @@ macro_rules! backend {
                 Box::pin($texts::peek(connection, key))
             }
 
-            fn enable(
-                connection: &mut $connection,
-            ) -> futures_util::future::BoxFuture<'_, sqlx::Result<()>> {
-                Box::pin($texts::enable(connection))
+            fn enable<'c>(
+                connection: &'c mut $connection,
+                opening: &'c $crate::store::sql::Opening,
+            ) -> futures_util::future::BoxFuture<'c, sqlx::Result<()>> {
+                Box::pin($texts::enable(connection, opening))
             }
 
             fn open<'c>(
                 connection: &'c mut $connection,
                 opening: &'c $crate::store::sql::Opening,
                 row: &'c $crate::store::sql::Row,
-            ) -> futures_util::future::BoxFuture<
-                'c,
-                sqlx::Result<Option<$crate::store::sql::Found>>,
-            > {
+            ) -> futures_util::future::BoxFuture<'c, sqlx::Result<$crate::store::sql::Opened>> {
                 Box::pin($texts::open(connection, opening, row))
             }
 

@@ -8,7 +8,7 @@ use sqlx::postgres::{
     PgConnectOptions, PgConnection, PgDatabaseError, PgPool, PgPoolOptions, PgQueryResult,
     PgTransactionManager,
 };
-use sqlx::{AssertSqlSafe, Connection as _, Postgres, Row as _, SqlSafeStr as _, SqlStr};
+use sqlx::{AssertSqlSafe, Connection as _, Postgres, Row as _, SqlSafeStr, SqlStr};
 use sqlx_core::transaction::TransactionManager as _;
 
 use super::inspect::{inspect, inspected};
@@ -16,7 +16,7 @@ use super::lease::LeaseCore;
 use super::line::{Handing, Line};
 use super::session::reason;
 use super::transactional::{Core, SAVEPOINT, Texts};
-use super::{Found, Opening, Peeked, Row, Weight, backend, not_done, store};
+use super::{Found, Opened, Opening, Peeked, Row, Weight, backend, not_done, store};
 use crate::error::{StoreError, StoreErrorKind};
 use crate::record::Millis;
 use crate::scope::StorageKey;
@@ -95,15 +95,17 @@ const TABLE_LOCKED: &str = "
           AND database = (SELECT oid FROM pg_database WHERE datname = current_database())
           AND mode IN ('ShareLock', 'ShareRowExclusiveLock', 'ExclusiveLock', 'AccessExclusiveLock'))";
 
-/// A look, and whether this session has prepared [`CLAIM`].
+/// A look, and whether this session has prepared a [`claim`].
 const PEEK: &str = "
     SELECT floor(extract(epoch FROM clock_timestamp()) * 1000)::bigint, k.record, k.expires_at,
-           current_setting('tower_idempotency.enabled', true) IS NOT DISTINCT FROM '2'
+           current_setting('tower_idempotency.enabled', true) IS NOT DISTINCT FROM '3'
       FROM (SELECT 1) AS one
       LEFT JOIN idempotency_records AS k ON k.storage_key = $1";
 
 /// The claim of a key that nobody has, prepared at the server by name: a message of several statements
 /// takes no arguments, and this one would be planned anew each time.
+///
+/// The row expires so long from now as `$4` says, by the server's clock, and what it says of times follows from that.
 ///
 /// It sets the limits of its transaction on the way, which as statements of their own would cost more
 /// than the claim. Behind BEGIN and SET, and within the statement, since a SELECT before it would take the
@@ -114,24 +116,30 @@ const PEEK: &str = "
 ///   behind the claim's own wait. (How long that may be is said before, since the table is locked before anything of
 ///   this is run.)
 /// * Warnings are to be told, since a COMMIT may come with one.
-/// * The server looks every 250 ms if its client is still there. Otherwise the backend of a process that
-///   died would go on with its statement, and hold the key until that ends. A look is one system call, and
-///   only statements that take longer than this are ever looked at. A server whose interval is set keeps
-///   it; one that is older than 14 has none, and outside of Linux some refuse it.
-/// * The kernel finds out about clients that cannot be heard: after five seconds without a sign it asks
-///   three times, a second apart, and what was sent and is not confirmed after ten seconds is given up.
-///   Otherwise a key would wait for the idle limit, or, behind a busy backend, for hours. A server that is
-///   set to find out sooner keeps that.
+/// * Dead clients and lines are noticed, see [`notice_dead_clients`] and [`notice_dead_lines`]: once a session in a
+///   pool of our own, and here in others.
 ///
-/// Whoever is there already is a unique violation, not a row less: a message is answered as a whole.
-/// A look has gone before, so that this is a race that was lost.
-const CLAIM: &str = "\
-    PREPARE tower_idempotency_claim_2 (bytea, smallint, bytea, bigint, text, text, text) AS
-    INSERT INTO idempotency_records (storage_key, state, record, expires_at)
-    SELECT $1, $2, $3, $4
-     WHERE set_config('idle_in_transaction_session_timeout', $5, true) IS NOT NULL
-       AND set_config('statement_timeout', $6, true) IS NOT NULL
-       AND set_config('client_min_messages', 'warning', true) IS NOT NULL
+/// Whoever is there already is a row less.
+fn claim(name: &str, notices: &str) -> String {
+    format!(
+        "PREPARE {name} (bytea, smallint, bytea, bigint, text, text, text) AS \
+         INSERT INTO idempotency_records (storage_key, state, record, expires_at) \
+         SELECT $1, $2, $3, floor(extract(epoch FROM clock_timestamp()) * 1000)::bigint + $4 \
+          WHERE set_config('idle_in_transaction_session_timeout', $5, true) IS NOT NULL \
+            AND set_config('statement_timeout', $6, true) IS NOT NULL \
+            AND set_config('client_min_messages', 'warning', true) IS NOT NULL{notices} \
+         ON CONFLICT DO NOTHING \
+         RETURNING expires_at, set_config('lock_timeout', $7, true)"
+    )
+}
+
+/// The name of [`claim`] in pools of our own, whose sessions are set already.
+const CLAIM: &str = "tower_idempotency_claim_3";
+/// And in pools that somebody else has made.
+const CLAIM_AND_NOTICE: &str = "tower_idempotency_claim_3n";
+
+/// What [`notice_dead_clients`] and [`notice_dead_lines`] say, as conditions that are always true.
+const NOTICES: &str = "
        AND CASE WHEN current_setting('client_connection_check_interval', true) = '0'
                  AND version() LIKE '%linux%'
                 THEN set_config('client_connection_check_interval', '250', true) IS NOT NULL
@@ -143,11 +151,10 @@ const CLAIM: &str = "\
                  AND set_config('tcp_keepalives_interval', '1', true) IS NOT NULL
                  AND set_config('tcp_keepalives_count', '3', true) IS NOT NULL
                  AND set_config('tcp_user_timeout', '10000', true) IS NOT NULL
-                ELSE true END
-    RETURNING set_config('lock_timeout', $7, true)";
+                ELSE true END";
 
-/// Says that [`CLAIM`] is prepared. A session that is reset loses both.
-const ENABLED: &str = "SET tower_idempotency.enabled = '2'";
+/// Says that [`claim`] is prepared, and what it needs is set. A session that is reset loses both.
+const ENABLED: &str = "SET tower_idempotency.enabled = '3'";
 
 struct Sql;
 
@@ -209,8 +216,16 @@ impl Sql {
 
     /// Preparing takes a lock of the table, and so waits no longer for it than a claim. What is prepared outlives the
     /// transaction.
-    async fn enable(connection: &mut PgConnection) -> sqlx::Result<()> {
-        let prepare = format!("BEGIN; SET LOCAL lock_timeout = {}; {CLAIM}", ms(CLAIM_LOCK));
+    async fn enable(connection: &mut PgConnection, opening: &Opening) -> sqlx::Result<()> {
+        for setting in &opening.settings {
+            match sqlx::raw_sql(setting.clone()).execute(&mut *connection).await {
+                // What a server refuses is lived without.
+                Ok(_) | Err(sqlx::Error::Database(_)) => {}
+                Err(error) => return Err(error),
+            }
+        }
+        let prepare = &opening.prepare;
+        let prepare = format!("BEGIN; SET LOCAL lock_timeout = {}; {prepare}", ms(CLAIM_LOCK));
         let end = match sqlx::raw_sql(AssertSqlSafe(prepare)).execute(&mut *connection).await {
             Ok(_) => "COMMIT",
             // `RESET ALL` forgets the setting and keeps the statement.
@@ -226,13 +241,13 @@ impl Sql {
         sqlx::raw_sql(enabled).execute(connection).await.map(drop)
     }
 
-    /// By the driver's own BEGIN, which takes several statements and writes none of them to a log.
+    /// The driver counts no transaction that is begun by a text of several statements; see [`Self::commit`].
     async fn open(
         connection: &mut PgConnection,
         opening: &Opening,
         row: &Row,
-    ) -> sqlx::Result<Option<Found>> {
-        let Opening { before, behind } = opening;
+    ) -> sqlx::Result<Opened> {
+        let Opening { before, behind, .. } = opening;
         let room = 2 * (row.key.as_bytes().len() + row.record.len()) + 64;
         let mut text = String::with_capacity(before.len() + room + behind.len());
         text.push_str(before);
@@ -243,8 +258,11 @@ impl Sql {
         push_bytes(&mut text, &row.record);
         let _ = write!(text, ", {expires}");
         text.push_str(behind);
-        let text = AssertSqlSafe(text).into_sql_str();
-        PgTransactionManager::begin(connection, Some(text)).await.map(|()| None)
+        let claimed = sqlx::raw_sql(AssertSqlSafe(text)).fetch_optional(connection).await?;
+        Ok(match claimed {
+            Some(row) => Opened::Claimed(Some(row.try_get(0)?)),
+            None => Opened::Taken,
+        })
     }
 
     fn here() -> Option<Millis> {
@@ -260,11 +278,14 @@ impl Sql {
     }
 
     async fn commit(connection: &mut PgConnection) -> sqlx::Result<()> {
-        PgTransactionManager::commit(connection).await
+        match PgTransactionManager::get_transaction_depth(connection) {
+            0 => sqlx::raw_sql("COMMIT").execute(connection).await.map(drop),
+            _ => PgTransactionManager::commit(connection).await,
+        }
     }
 
     async fn rollback(connection: &mut PgConnection) -> sqlx::Result<()> {
-        // The driver counts no transaction whose first message failed behind BEGIN. The server does.
+        // Nor one whose first message failed behind BEGIN. The server does.
         match PgTransactionManager::get_transaction_depth(connection) {
             0 => sqlx::raw_sql("ROLLBACK").execute(connection).await.map(drop),
             _ => PgTransactionManager::rollback(connection).await,
@@ -351,10 +372,12 @@ pub enum Isolation {
 /// pool is kept out of that (of a pool of one: none), for finding out what became of a COMMIT, for
 /// replays, and for handlers that use the pool beside their [`Tx`](super::Tx). Twins take none.
 ///
-/// On its first claim a connection prepares a statement by the name of `tower_idempotency_claim_2`, and the
-/// setting `tower_idempotency.enabled` of its session says so. A pool that [`connect`](Self::connect) makes
-/// does not ask a connection that was used within a second if it is alive, and while requests wait for
-/// their turn, connections are handed from one to the next without it.
+/// On its first claim a connection prepares a statement by the name of `tower_idempotency_claim_3` (`…_3n` where the
+/// pool is not the store's own), and the setting `tower_idempotency.enabled` of its session says so. A pool that
+/// [`connect`](Self::connect) makes does not ask a connection that was used within a second if it is alive, and while
+/// requests wait for their turn, connections are handed from one to the next without it: with one that has just claimed
+/// a new key, the next key is claimed without a look whether it has an answer, which is one message less, and two more if it
+/// has.
 ///
 /// # Limits
 /// Within the transaction: `lock_timeout` 5 s, `idle_in_transaction_session_timeout` 30 s,
@@ -426,19 +449,6 @@ impl PostgresStore {
                     line.ping().await?;
                 }
                 Ok(true)
-            })
-        });
-        // A claim looks what is set, and sets only what is not: once for a connection instead of once for each.
-        let pool = pool.after_connect(|line, _| {
-            Box::pin(async move {
-                for notice in [notice_dead_clients(false), notice_dead_lines(false)] {
-                    match sqlx::raw_sql(AssertSqlSafe(notice)).execute(&mut *line).await {
-                        // Whatever a server refuses here, a claim asks for again, and lives without it.
-                        Ok(_) | Err(sqlx::Error::Database(_)) => {}
-                        Err(error) => return Err(error),
-                    }
-                }
-                Ok(())
             })
         });
         Ok(Self::builder(connect(url, pool).await?).make(Handing::On))
@@ -533,10 +543,17 @@ impl PostgresStoreBuilder {
         let claimed = AssertSqlSafe(claimed).into_sql_str();
         let turns = pool.options().get_max_connections().saturating_sub(1).max(1) as usize;
         let lease = lease(pool.clone());
+        // Only sessions that nobody else has are set for good.
+        let notices = [notice_dead_clients(false), notice_dead_lines(false)].map(AssertSqlSafe);
+        let (name, settings, notices) = match handing {
+            Handing::On => (CLAIM, notices.map(SqlSafeStr::into_sql_str).into(), ""),
+            Handing::Off | Handing::Kept => (CLAIM_AND_NOTICE, Box::default(), NOTICES),
+        };
         let opening = Opening {
+            prepare: claim(name, notices).into(),
+            settings,
             before: format!(
-                "BEGIN ISOLATION LEVEL {level}; SET LOCAL lock_timeout = {}; \
-                 EXECUTE tower_idempotency_claim_2(",
+                "BEGIN ISOLATION LEVEL {level}; SET LOCAL lock_timeout = {}; EXECUTE {name}(",
                 ms(CLAIM_LOCK)
             )
             .into(),

@@ -13,7 +13,7 @@ use sqlx::{Connection as _, Pool, SqlStr};
 use tokio::time::timeout;
 
 use super::notice::watched;
-use super::{Backend, Found, Opening, Row, Weight, weigh};
+use super::{Backend, Opened, Opening, Row, Weight, weigh};
 
 /// How long a statement of the store itself may take. It waits for a lock for a tenth of a second, and
 /// reads or writes one row by its key: whoever does not answer by then does not answer.
@@ -57,6 +57,8 @@ pub(super) struct Session<DB: Backend> {
     connection: Option<PoolConnection<DB>>,
     open: bool,
     since: Instant,
+    /// The last claim on it was of a key that nobody had, and the next one probably is.
+    expects_new: bool,
 }
 
 impl<DB: Backend> Session<DB> {
@@ -92,7 +94,8 @@ impl<DB: Backend> Session<DB> {
         };
         match acquired {
             Ok(connection) => {
-                Ok(Self { connection: Some(connection), open: false, since: Instant::now() })
+                let since = Instant::now();
+                Ok(Self { connection: Some(connection), open: false, since, expects_new: false })
             }
             Err(error) => Err(Box::pin(reason(pool, error)).await),
         }
@@ -119,18 +122,28 @@ impl<DB: Backend> Session<DB> {
     }
 
     /// Begins a transaction and claims in it; or tells what is there.
-    pub(super) async fn open(
-        &mut self,
-        opening: &Opening,
-        row: &Row,
-    ) -> sqlx::Result<Option<Found>> {
+    pub(super) async fn open(&mut self, opening: &Opening, row: &Row) -> sqlx::Result<Opened> {
         // From here on something may be open.
         self.open = true;
         let opened = DB::open(self.connection()?, opening, row);
         let opened = bounded::<DB, _>(ANSWER_WITHIN, opened).await;
-        let found = self.seen(opened)?;
-        self.open = found.is_none();
-        Ok(found)
+        let opened = self.seen(opened)?;
+        self.open = !matches!(opened, Opened::Found(_));
+        Ok(opened)
+    }
+
+    /// For whoever claims next on it: whether the key was one that nobody had.
+    pub(super) fn expect_new(&mut self, new: bool) {
+        self.expects_new = new;
+    }
+
+    pub(super) fn expects_new(&self) -> bool {
+        self.expects_new
+    }
+
+    /// False when it was closed.
+    pub(super) fn is_there(&self) -> bool {
+        self.connection.is_some()
     }
 
     /// How long it has been out of its pool.
@@ -207,7 +220,7 @@ impl<DB: Backend> Drop for Session<DB> {
         let Some(connection) = connection else { return };
         match tokio::runtime::Handle::try_current() {
             Ok(runtime) => {
-                let mut session = Self { connection: None, open, since };
+                let mut session = Self { connection: None, open, since, expects_new: false };
                 runtime.spawn(async move {
                     session.connection = Some(connection);
                     if open {

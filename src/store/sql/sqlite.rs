@@ -14,7 +14,7 @@ use super::inspect::{inspect, inspected};
 use super::lease::LeaseCore;
 use super::line::{Handing, Line};
 use super::transactional::{Core, SAVEPOINT, Texts};
-use super::{Found, Opening, Peeked, Row, Weight, backend, not_done, store};
+use super::{Found, Opened, Opening, Peeked, Row, Weight, backend, not_done, store};
 use crate::error::{StoreError, StoreErrorKind};
 use crate::record::Millis;
 use crate::scope::StorageKey;
@@ -181,7 +181,7 @@ impl Sql {
         }
     }
 
-    async fn enable(_: &mut SqliteConnection) -> sqlx::Result<()> {
+    async fn enable(_: &mut SqliteConnection, _: &Opening) -> sqlx::Result<()> {
         Ok(())
     }
 
@@ -189,7 +189,7 @@ impl Sql {
         connection: &mut SqliteConnection,
         _: &Opening,
         row: &Row,
-    ) -> sqlx::Result<Option<Found>> {
+    ) -> sqlx::Result<Opened> {
         let open = sqlx::query(Self::OPEN)
             .bind(&row.key.as_bytes()[..])
             .bind(row.state)
@@ -197,7 +197,10 @@ impl Sql {
             .bind(row.expires);
         let found = open.fetch_optional(connection).await?;
         let found = found.as_ref().map(Self::row).transpose()?;
-        Ok(found.map(|row| Found { now: Self::now(), row: Some(row) }))
+        Ok(match found {
+            Some(row) => Opened::Found(Found { now: Self::now(), row: Some(row) }),
+            None => Opened::Claimed(None),
+        })
     }
 
     // Transactions are begun and ended by statements, not by the driver's own commands: these are parsed
@@ -333,7 +336,12 @@ impl SqliteStore {
     fn new(writers: SqlitePool, pool: SqlitePool, handing: Handing) -> Self {
         let lease = LeaseCore::new(pool.clone(), BEGIN.into_sql_str());
         let claimed = SAVEPOINT.into_sql_str();
-        let opening = Opening { before: Box::default(), behind: Box::default() };
+        let opening = Opening {
+            prepare: Box::default(),
+            settings: Box::default(),
+            before: Box::default(),
+            behind: Box::default(),
+        };
         let begin = BEGIN.into_sql_str();
         let texts = Texts { begin, claimed, opening, unlimited: None, patience: None };
         Self(Core::new(writers, pool, Line::new(1, handing), texts, lease))

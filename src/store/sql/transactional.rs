@@ -18,7 +18,7 @@ use super::line::Line;
 use super::session::bounded;
 use super::tx::{Open, Unit};
 use super::unstoppable::Unstoppable;
-use super::{Backend, Opening, Row, Weight, step, task_gone, weigh};
+use super::{Backend, Opening, Row, Weight, current_of, step, task_gone, weigh};
 use crate::error::{StoreError, StoreErrorKind};
 use crate::record::{
     self, Change, Claim, ClaimOutcome, CompleteOutcome, Completion, Current, Millis, Owner,
@@ -74,7 +74,7 @@ pub(super) struct Running<DB: Backend> {
 /// A row that this transaction has written.
 pub(super) struct Claimed {
     pub(super) record: Bytes,
-    pub(super) expires: Option<i64>,
+    pub(super) expires: i64,
     pub(super) clock: Clock,
 }
 
@@ -400,12 +400,12 @@ impl<DB: Backend> Core<DB> {
             if let Some(Claimed { record, expires: before, clock }) = claimed {
                 // Nobody else can have changed what this transaction has written; whether the handler
                 // has, the statement sees.
-                let current = Current::from_stored(Some(record.clone()));
+                let current = current_of(record, *before);
                 let Step { change, outcome } = verb(current, clock.now());
                 if let (Change::Write { record: completed, expires }, CompleteOutcome::Stored) =
                     (change, &outcome)
                 {
-                    let row = Row::new(key, &completed, expires).expiring(*before);
+                    let row = Row::new(key, &completed, expires).expiring(Some(*before));
                     if DB::close(connection, record.clone(), row).await? == 1 {
                         let committed = DB::CLOSING_COMMITS;
                         return Ok((
