@@ -119,6 +119,122 @@ async fn a2_a_broken_upload_leaves_no_trace() {
     site.check(Promise::AtMostOnce).await;
 }
 
+/// Sends an upload a few bytes at a time.
+async fn trickle(stream: &mut TcpStream, bytes: &[u8]) {
+    for few in bytes.chunks(9) {
+        stream.write_all(few).await.unwrap();
+        sleep(5).await;
+    }
+}
+
+/// A payment that is slow to come: its head, its body but for the end, and the end.
+fn upload(key: &str, source: &str, chunked: bool) -> [String; 3] {
+    let payment = json!({ "amount": USUAL, "currency": "usd", "source": source }).to_string();
+    let head = format!(
+        "POST /v1/payments HTTP/1.1\r\nhost: x\r\nauthorization: Bearer sk_test_acme\r\n\
+         idempotency-key: {key}\r\ncontent-type: application/json\r\n"
+    );
+    if chunked {
+        // All of the payment has come, and nobody has said that this was all.
+        let parts = payment
+            .as_bytes()
+            .chunks(7)
+            .map(|few| format!("{:x}\r\n{}\r\n", few.len(), std::str::from_utf8(few).unwrap()));
+        return [
+            head + "transfer-encoding: chunked\r\n\r\n",
+            parts.collect(),
+            "0\r\n\r\n".to_owned(),
+        ];
+    }
+    let (begin, end) = payment.split_at(payment.len() - 1);
+    [format!("{head}content-length: {}\r\n\r\n", payment.len()), begin.into(), end.into()]
+}
+
+/// What is left of an HTTP/1.1 answer when its connection closes, or as far as it has come when its body has.
+async fn answered(stream: &mut TcpStream) -> String {
+    let mut answer = Vec::new();
+    let whole = |answer: &[u8]| {
+        let text = String::from_utf8_lossy(answer).to_ascii_lowercase();
+        let (head, body) = text.split_once("\r\n\r\n")?;
+        let length = head.lines().find_map(|line| line.strip_prefix("content-length: "))?;
+        Some(body.len() >= length.parse().unwrap())
+    };
+    while whole(&answer) != Some(true) {
+        if stream.read_buf(&mut answer).await.unwrap() == 0 {
+            break;
+        }
+    }
+    String::from_utf8(answer).unwrap()
+}
+
+/// The server waits for an upload for longer than a lease lasts, and holds no key meanwhile.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a2_a_slow_upload_claims_nothing_before_it_has_come_to_its_end() {
+    let site = Site::start(&["--lease", "0.3", "--wait", "0"]).await;
+    let incomplete = async || metric(&site.one, "idempotency_requests", "incomplete").await;
+    let (mut left, mut charged) = (0, 0);
+    for chunked in [false, true] {
+        for leaves in [Leaves::Closes, Leaves::Resets, Leaves::HalfCloses] {
+            let key = format!("{chunked}-{leaves:?}");
+            let [head, begin, end] = upload(&key, "tok_visa", chunked);
+            let mut streams = Vec::new();
+            // One that its client will leave, and one that will be finished when another has paid.
+            for _ in 0..2 {
+                let mut stream = TcpStream::connect(site.one.address).await.unwrap();
+                stream.set_nodelay(true).unwrap();
+                site.history.lost(&key, "tok_visa", USUAL);
+                stream.write_all(head.as_bytes()).await.unwrap();
+                trickle(&mut stream, begin.as_bytes()).await;
+                streams.push(stream);
+            }
+            let [mut leaving, mut slow] = <[TcpStream; 2]>::try_from(streams).unwrap();
+            // It stalls here, for more than two leases.
+            let until = Instant::now() + ms(700);
+            let records = site.records().len();
+            while Instant::now() < until {
+                assert_eq!(site.records().len(), records, "{key}: claimed by a part of a body");
+                assert_eq!(site.two.charges().await, charged, "{key}: a part was paid");
+                sleep(20).await;
+            }
+            match leaves {
+                Leaves::Closes => drop(leaving),
+                Leaves::Resets => {
+                    leaving.set_zero_linger().unwrap();
+                    drop(leaving);
+                }
+                Leaves::HalfCloses => {
+                    leaving.shutdown().await.unwrap();
+                    let answer = answered(&mut leaving).await;
+                    assert!(answer.starts_with("HTTP/1.1 408 "), "{answer}");
+                }
+            }
+            left += 1;
+            let patience = Instant::now() + ms(20_000);
+            while incomplete().await < left {
+                assert!(Instant::now() < patience, "{key}: it was not taken for a broken one");
+                sleep(5).await;
+            }
+            assert_eq!(site.records().len(), records, "{key}");
+            assert_eq!(site.handlers_of(&key), [0; 0], "{key}");
+            if matches!(leaves, Leaves::Closes) {
+                // Its client has lost patience and comes by another way; what is still on its way is a late twin.
+                is_paid(&site.settled_without_one(&key, "tok_visa").await);
+            }
+            trickle(&mut slow, end.as_bytes()).await;
+            let answer = answered(&mut slow).await;
+            assert!(answer.starts_with("HTTP/1.1 201 "), "{key}: {answer}");
+            let replay = answer.to_ascii_lowercase().contains("idempotent-replayed: true");
+            assert_eq!(replay, matches!(leaves, Leaves::Closes), "{key}: {answer}");
+            charged += 1;
+            let end = site.settled_without_one(&key, "tok_visa").await;
+            assert!(matches!(end, End::Paid { replay: true, .. }), "{key}: {end:?}");
+            assert_eq!(site.handlers_of(&key), [1], "{key}");
+            assert_eq!(site.two.charges().await, charged, "{key}");
+        }
+    }
+    site.check(Promise::AtMostOnce).await;
+}
+
 /// A hundred requests at once, half of them to each server.
 async fn hundred_twins(site: &Site, key: &str, source: &str) -> Vec<Answer> {
     let barrier = Arc::new(Barrier::new(100));

@@ -8,7 +8,7 @@ use std::collections::HashMap;
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use axum::extract::State;
 use axum::routing::{get, post};
@@ -31,11 +31,11 @@ use tower_idempotency::{
 
 use crate::history::{History, assert_holds, storage_key};
 use crate::invariants::{Charge, Finish, Promise, Run, key_id};
-use crate::line::{Proxy, Way};
+use crate::line::{Loss, Proxy, Way};
 use crate::load::{leave, number, seed};
 use crate::redis::RedisServer;
 use crate::sandbox::{Call, Connection};
-use crate::site::{ms, sleep};
+use crate::site::{USUAL, is_paid, ms, sleep};
 
 /// What became of calls: how many began, were dropped before they had ended, or ended when the client of their
 /// request was gone.
@@ -193,14 +193,18 @@ struct Shop {
 }
 
 impl Shop {
-    async fn start(pooled: bool, limit: Duration) -> Self {
+    /// Over a shared connection, or a pool of so many; and with a limit for a call.
+    async fn start(pooled: Option<usize>, limit: Duration) -> Self {
         let redis = RedisServer::start();
         let proxy = Proxy::to(redis.port()).await;
-        let inner = if pooled {
-            let manager = Manager::new(proxy.redis_url()).unwrap();
-            RedisStore::from_pool(Pool::builder(manager).max_size(4).build().unwrap())
-        } else {
-            RedisStore::connect(&proxy.redis_url()).await.unwrap()
+        // The store is more patient: what is over the limit is dropped.
+        let builder = RedisStore::builder().call_timeout(ms(20_000));
+        let inner = match pooled {
+            Some(connections) => {
+                let manager = Manager::new(proxy.redis_url()).unwrap();
+                builder.pool(Pool::builder(manager).max_size(connections).build().unwrap()).unwrap()
+            }
+            None => RedisStore::connect(&proxy.redis_url()).await.unwrap(),
         };
         let lease = Duration::from_secs(30);
         let history = History::with_lease(lease);
@@ -266,14 +270,14 @@ impl Shop {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn b81_a_client_that_leaves_drops_no_call_of_its_request_and_one_that_does_disturbs_nobody() {
-    for pooled in [false, true] {
+    for pooled in [None, Some(4)] {
         // No limit that is ever met: whatever is dropped was dropped by a client.
         let shop = Shop::start(pooled, ms(20_000)).await;
         // So that a client leaves while its call is on the way.
         shop.proxy.delay(Way::Down, ms(3));
         shop.pay_and_leave(false, std::future::pending()).await;
         let outlived = shop.store.count(|calls| &calls.outlived);
-        println!("pooled {pooled}: dropped {:?}, outlived {outlived:?}", shop.dropped());
+        println!("pooled {pooled:?}: dropped {:?}, outlived {outlived:?}", shop.dropped());
         // Calls of requests whose clients had left went on to their end…
         assert!(outlived["claim"] > 0 && outlived["complete"] > 0, "{outlived:?}");
         // … and all that was dropped are questions for readiness, on the same connections.
@@ -285,7 +289,7 @@ async fn b81_a_client_that_leaves_drops_no_call_of_its_request_and_one_that_does
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn b81_calls_that_a_time_limit_drops_half_way_never_give_their_replies_to_the_next_caller() {
-    for pooled in [false, true] {
+    for pooled in [None, Some(4)] {
         // Much longer than a call takes on a busy machine.
         let shop = Shop::start(pooled, ms(150)).await;
         // Replies come too late, again and again; and then all at once.
@@ -299,9 +303,61 @@ async fn b81_calls_that_a_time_limit_drops_half_way_never_give_their_replies_to_
         };
         shop.pay_and_leave(true, trouble).await;
         let (dropped, begun) = (shop.dropped(), shop.store.count(|calls| &calls.begun));
-        println!("pooled {pooled}: dropped {dropped:?} of {begun:?}");
+        println!("pooled {pooled:?}: dropped {dropped:?} of {begun:?}");
         for verb in ["claim", "complete"] {
             assert!(dropped.get(verb).is_some_and(|count| *count > 5), "{verb}: {dropped:?}");
         }
+    }
+}
+
+/// The driver gives each call on a connection the reply in its turn, so nobody is given another's. But whoever was lent
+/// a connection on which one is outstanding would wait behind it, and this one never comes.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn b81_a_connection_of_a_pool_whose_call_was_dropped_half_way_is_lent_to_nobody() {
+    let shop = Shop::start(Some(1), ms(300)).await;
+    // So that all scripts are known, and the only connection is made.
+    let pay = async |key: &str| {
+        let end = shop.history.pay_surely(&[shop.address], key, "tok_visa", USUAL).await;
+        is_paid(&end);
+    };
+    pay("first").await;
+    shop.store.ready().await.unwrap();
+    // What is in a claim, in the completion of a payment, and in a question for readiness.
+    for (verb, word) in [("claim", "\r\nNX\r\n"), ("complete", "tok_visa"), ("ready", "{ready}")] {
+        for round in 0..5 {
+            let dropped = || shop.dropped().get(verb).copied().unwrap_or_default();
+            let before = dropped();
+            shop.proxy.lose_replies(Loss::Silence, word, 1);
+            if verb == "ready" {
+                let mut connection = Connection::open(shop.address).await.unwrap();
+                let asking =
+                    tokio::spawn(async move { connection.send(Call::get("/readyz")).await });
+                until("nobody asks", || shop.proxy.hits() == 1).await;
+                asking.abort();
+                until("it is not dropped", || dropped() > before).await;
+            } else {
+                // The limit drops the call, and the payment goes on over another connection.
+                pay(&format!("{verb}-{round}")).await;
+                assert_eq!(shop.proxy.hits(), 1, "{verb}");
+            }
+            assert!(dropped() > before, "{verb}: no call was dropped half way");
+            pay(&format!("after-{verb}-{round}")).await;
+            let behind = shop.proxy.sent_behind_lost_replies();
+            assert_eq!(behind, 0, "{verb}: lent again, with a reply outstanding");
+        }
+    }
+    let (runs, charges) =
+        (shop.done.runs.lock().unwrap().clone(), shop.done.charges.lock().unwrap().clone());
+    assert_eq!(charges.len(), 26);
+    let store = RedisStore::connect(&shop.redis.url()).await.unwrap();
+    let evidence = shop.history.evidence_of(charges, runs, &store).await;
+    assert_holds(&evidence.broken(Promise::AtMostOnce));
+}
+
+async fn until(what: &str, done: impl Fn() -> bool) {
+    let end = Instant::now() + ms(20_000);
+    while !done() {
+        assert!(Instant::now() < end, "{what}");
+        sleep(1).await;
     }
 }

@@ -107,3 +107,44 @@ async fn c24_a_server_killed_while_requests_wait_for_its_one_connection_leaves_a
     assert!(shop.held().len() <= 1, "{:?}", shop.held());
     shop.check(&[&second, &shop.server]).await;
 }
+
+/// How many connections this Redis was ever asked for.
+fn connections_made(redis: &RedisServer) -> u64 {
+    let stats = redis.cli(&["info", "stats"]);
+    let made = stats.lines().find_map(|line| line.strip_prefix("total_connections_received:"));
+    made.and_then(|made| made.trim().parse().ok()).expect("a number")
+}
+
+/// Completions do not wait for claims, but for each other. A call whose time is up while the pool looks at a connection
+/// for it takes that connection along; so it has to wait for its turn before that, and the pool keeps what it has.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn c24_completions_that_wait_in_vain_cost_a_pool_none_of_its_connections() {
+    let (shop, proxy) = shop_with_one(30.0).await;
+    proxy.delay(Way::Down, ms(0));
+    let running: Vec<_> = (0..REQUESTS / 2)
+        .map(|n| shop.pay(&format!("k{n}"), "tok_charge_then_slow_2000"))
+        .collect();
+    shop.begin(REQUESTS / 2).await;
+    // A hundred end about now, and each takes two trips: what they wait for is more than the limit of a call.
+    proxy.delay(Way::Down, ms(12));
+    assert_eq!(shop.held().len(), 1);
+    let before = connections_made(&shop.redis);
+    for request in running {
+        let answer = request.await.unwrap().unwrap();
+        assert_eq!(answer.status, 201, "{answer:?}");
+        assert_eq!(answer.header("idempotency-status"), None, "stored in time");
+    }
+    // One was made to ask this.
+    let made = connections_made(&shop.redis) - before - 1;
+    let starved = metric(&shop.server, "idempotency_store_retries", "\"settle\"").await;
+    println!(
+        "C24: {starved} times a completion waited in vain, and {made} connections were made anew"
+    );
+    assert!(starved > 20, "the fault was never hit");
+    // On a busy machine one may be slow to answer the pool. Else each that waits in vain takes one along.
+    assert!(made <= 5, "{made} connections were taken along");
+    assert_eq!(shop.held().len(), 1);
+    proxy.heal();
+    assert_eq!(shop.server.charges().await, REQUESTS as u64 / 2);
+    shop.check(&[&shop.server]).await;
+}

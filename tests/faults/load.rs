@@ -15,6 +15,7 @@ use tower_idempotency::{PostgresStore, RedisStore, SqliteStore};
 use crate::history::{History, assert_holds};
 use crate::invariants::{End, Promise};
 use crate::line::{Proxy, Way};
+use crate::pool::Seats;
 use crate::postgres::PostgresServer;
 use crate::redis::RedisServer;
 use crate::sandbox::{Answer, Call, Connection, Sandbox};
@@ -108,8 +109,14 @@ async fn settle(
     }
 }
 
-/// Two servers of which one after the other is killed and started again, while clients pay.
-async fn kill_servers(store: &Store, kills: u64, recovery: &str, promise: Promise, seed: u64) {
+/// Two servers of which one after the other is killed and started again, while clients pay. How many payments there were.
+async fn kill_servers(
+    store: &Store,
+    kills: u64,
+    recovery: &str,
+    promise: Promise,
+    seed: u64,
+) -> usize {
     let folder = tempfile::tempdir().unwrap();
     let ledger = folder.path().join("ledger.db");
     let args = ["--lease", "0.5", "--wait", "0.3", "--recovery", recovery];
@@ -172,10 +179,9 @@ async fn kill_servers(store: &Store, kills: u64, recovery: &str, promise: Promis
     let opened = store.open().await;
     let evidence = history.evidence(&[&servers[0], &servers[1]], &*opened).await;
     assert_holds(&evidence.broken(promise));
-    let ends = history.ends();
+    let (ends, paid) = (history.ends(), paid.load(Ordering::SeqCst));
     println!(
-        "{recovery}: {kills} kills, {} payments, {} runs, {} sights, {:.0} s: {ends:?}",
-        paid.load(Ordering::SeqCst),
+        "{recovery}: {kills} kills, {paid} payments, {} runs, {} sights, {:.0} s: {ends:?}",
         evidence.runs.len(),
         history.sights(),
         began.elapsed().as_secs_f64()
@@ -186,6 +192,7 @@ async fn kill_servers(store: &Store, kills: u64, recovery: &str, promise: Promis
     if promise == Promise::AtMostOnce && kills > 20 {
         assert!(ends.contains_key("unknown"), "no kill ever hit a running handler");
     }
+    paid
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -205,7 +212,15 @@ async fn killed_servers_charge_nobody_twice() {
 async fn killed_servers_with_a_pool_charge_nobody_twice() {
     let (kills, seed) = (number("FAULTS_KILLS", 12), seed());
     let store = Store::redis("?pool=2").await;
-    kill_servers(&store, kills, "at-most-once", Promise::AtMostOnce, seed).await;
+    let Store::Redis(redis, ..) = &store else { unreachable!("it was just started") };
+    let seats = Seats::watch(redis).await;
+    let paid = kill_servers(&store, kills, "at-most-once", Promise::AtMostOnce, seed).await;
+    // Two of each server, and that of whoever looks at the records. Without a pool a server has one.
+    assert!(seats.were_at_most(5) > 0, "the pools were never used up");
+    // With this a pool lends out a connection that was used before; each payment took two calls.
+    let lent = redis.calls_of("unwatch");
+    println!("{lent} times a connection was lent out");
+    assert!(lent > paid as u64, "{lent} for {paid} payments");
 }
 
 /// What leases do not offer: record and effect are one (I8), and no outcome is ever unknown.

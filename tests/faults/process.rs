@@ -6,7 +6,7 @@ use std::time::Instant;
 use tower_idempotency::store::Inspect;
 use tower_idempotency::{PostgresStore, SqliteStore};
 
-use crate::history::{History, assert_breaks};
+use crate::history::{History, assert_breaks, assert_holds};
 use crate::invariants::{End, Promise};
 use crate::line::{Proxy, Way};
 use crate::postgres::PostgresServer;
@@ -438,6 +438,81 @@ async fn b12_what_still_runs_when_the_limit_of_a_stop_is_over_is_unknown_at_once
     }
     assert_eq!(site.two.charges().await, 1);
     site.check(Promise::AtMostOnce).await;
+}
+
+/// In a database a payment that a stop meets is done together with its record, or nothing of it is left.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn b12_a_transaction_that_a_stop_meets_is_whole_or_nothing_and_its_retry_pays_once() {
+    for in_file in [true, false] {
+        for (drain, source) in [
+            ("20", "tok_charge_then_slow_1500"),
+            // Before its charge, and after it.
+            ("0.4", "tok_slow_1500"),
+            ("0.4", "tok_charge_then_slow_1500"),
+        ] {
+            let whole = drain == "20";
+            let case = format!("in a file: {in_file}, {source}, {drain} s");
+            let folder = tempfile::tempdir().unwrap();
+            let file = folder.path().join("payments.db");
+            let (_server, url) = PostgresServer::shared();
+            let ledger = in_file.then_some(&*file);
+            let mut args = vec!["--wait", "0", "--drain", drain];
+            if !in_file {
+                args.extend(["--store", &url]);
+            }
+            let history = History::with_lease(ms(30_000));
+            let mut first = Sandbox::start_telling_runs(ledger, &args);
+            let mut open = first.connect().await;
+            assert_eq!(open.send(Call::get("/readyz")).await.unwrap().status, 200);
+            let (asking, address) = (history.clone(), first.address);
+            let running =
+                tokio::spawn(async move { asking.ask(address, "k", source, USUAL).await });
+            begins(&first, "k").await;
+            // It is in its transaction, of which nobody else sees anything.
+            assert_eq!(first.charges().await, 0, "{case}");
+            first.signal("TERM");
+            while open.send(Call::get("/readyz")).await.unwrap().status == 200 {
+                sleep(5).await;
+            }
+            let refused = history.ask_on(&mut open, "new", "tok_visa", USUAL).await.unwrap();
+            is(&refused, 503, "idempotency_store_unavailable");
+            let answer = running.await.unwrap();
+            assert_eq!(first.ended().code(), Some(0), "{case}");
+            if whole {
+                history.keep_runs_of(&first);
+                let answer = answer.as_ref().expect("its answer was written");
+                assert_eq!((answer.status.as_u16(), answer.is_replay()), (201, false), "{case}");
+            } else {
+                history.keep_runs_of_killed(&first);
+                // Cut off, or told that it is not done or not known: never that it is paid.
+                let told = answer.as_ref().map(|answer| answer.status.as_u16());
+                assert!(matches!(told, None | Some(500 | 503)), "{answer:?}");
+                assert!(!first.said().1.contains("payments::runs: answers"), "it was cut off");
+            }
+
+            let second = Sandbox::start_telling_runs(ledger, &args);
+            let charges = u64::from(whole);
+            assert_eq!(second.charges().await, charges, "{case}: effect and record are one");
+            let end = history.pay(second.address, "k", source, USUAL).await;
+            let End::Paid { body, replay, .. } = end else { panic!("{case}: {end:?}") };
+            assert_eq!(replay, whole, "{case}");
+            if let Some(answer) = answer.filter(|_| whole) {
+                assert_eq!(answer.body, body, "{case}");
+            }
+            for key in ["k", "new"] {
+                let source = if key == "k" { source } else { "tok_visa" };
+                is_paid(&history.pay_surely(&[second.address], key, source, USUAL).await);
+            }
+            let entries = second.ledger().await["entries"].as_array().unwrap().len();
+            assert_eq!(entries, 2, "{case}: one line each");
+            let store: Box<dyn Inspect> = match ledger {
+                Some(file) => Box::new(SqliteStore::open(file).await.unwrap()),
+                None => Box::new(PostgresStore::connect(&url).await.unwrap()),
+            };
+            let evidence = history.evidence(&[&second], &*store).await;
+            assert_holds(&evidence.broken(Promise::Transactional));
+        }
+    }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -1,5 +1,6 @@
 //! A TCP proxy of our own between a server and what it calls: delays, cuts, cuts after so many bytes,
-//! swallows, each way. It counts what it did, so that a test whose fault was never hit fails.
+//! swallows, each way; and replies to chosen messages that are lost. It counts what it did, so that a test whose fault
+//! was never hit fails.
 
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -18,6 +19,23 @@ pub enum Way {
     Up,
     /// From the server to the client.
     Down,
+}
+
+/// How a reply is lost.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum Loss {
+    /// The connection ends in its place.
+    Cut,
+    /// The connection stays open, and nothing comes on it any more.
+    Silence,
+}
+
+/// Messages whose replies are lost.
+#[derive(Debug)]
+struct Losing {
+    loss: Loss,
+    word: Vec<u8>,
+    left: usize,
 }
 
 /// A proxy on a port of its own. It ends with the runtime of its test.
@@ -39,6 +57,7 @@ struct Switches {
     refuse: AtomicBool,
     up: Direction,
     down: Direction,
+    losing: Mutex<Option<Losing>>,
     /// Connections made before this number changed are cut.
     era: watch::Sender<u64>,
     /// Nothing is accepted meanwhile.
@@ -46,6 +65,8 @@ struct Switches {
     /// What takes up the room for connections that wait to be accepted.
     fillers: Mutex<Vec<TcpStream>>,
     hits: AtomicU64,
+    /// Messages that came on a connection behind one whose reply is lost.
+    behind: AtomicU64,
 }
 
 impl Switches {
@@ -54,6 +75,18 @@ impl Switches {
             Way::Up => &self.up,
             Way::Down => &self.down,
         }
+    }
+
+    /// How the reply to this message is lost, if it is.
+    fn loss(&self, message: &[u8]) -> Option<Loss> {
+        let mut losing = self.losing.lock().expect("no holder panics");
+        let Losing { loss, word, left } = losing.as_mut()?;
+        if *left == 0 || !message.windows(word.len()).any(|part| part == word.as_slice()) {
+            return None;
+        }
+        *left -= 1;
+        self.hit();
+        Some(*loss)
     }
 
     fn hit(&self) {
@@ -80,10 +113,12 @@ impl Proxy {
             refuse: AtomicBool::new(false),
             up: Direction::default(),
             down: Direction::default(),
+            losing: Mutex::default(),
             era: watch::Sender::new(0),
             gone: watch::Sender::new(false),
             fillers: Mutex::default(),
             hits: AtomicU64::new(0),
+            behind: AtomicU64::new(0),
         });
         let shared = Arc::clone(&switches);
         tokio::spawn(async move {
@@ -102,10 +137,13 @@ impl Proxy {
                 let Ok(server) = TcpStream::connect(("127.0.0.1", target)).await else { continue };
                 let (client_in, client_out) = client.into_split();
                 let (server_in, server_out) = server.into_split();
-                let era = shared.era.subscribe();
-                tokio::spawn(carry(client_in, server_out, Way::Up, Arc::clone(&shared), era));
-                let era = shared.era.subscribe();
-                tokio::spawn(carry(server_in, client_out, Way::Down, Arc::clone(&shared), era));
+                let lost: Arc<Mutex<Option<Loss>>> = Arc::default();
+                for (from, to, way) in
+                    [(client_in, server_out, Way::Up), (server_in, client_out, Way::Down)]
+                {
+                    let (era, lost) = (shared.era.subscribe(), Arc::clone(&lost));
+                    tokio::spawn(carry(from, to, way, Arc::clone(&shared), era, lost));
+                }
             }
         });
         Self { port, switches }
@@ -136,6 +174,13 @@ impl Proxy {
     /// arrive.
     pub fn cut_after(&self, way: Way, bytes: usize) {
         *self.switches.direction(way).cut_after.lock().expect("no holder panics") = Some(bytes);
+    }
+
+    /// The next messages that have this word in them, so many of them, reach the server, and their replies are lost like
+    /// this, with all that would come after them on the same connection. Others pass.
+    pub fn lose_replies(&self, loss: Loss, word: &str, messages: usize) {
+        let losing = Losing { loss, word: word.into(), left: messages };
+        *self.switches.losing.lock().expect("no holder panics") = Some(losing);
     }
 
     /// From now on what goes this way goes nowhere; connections stay open.
@@ -174,9 +219,15 @@ impl Proxy {
             direction.delay_ms.store(0, Ordering::SeqCst);
             *direction.cut_after.lock().expect("no holder panics") = None;
         }
+        *self.switches.losing.lock().expect("no holder panics") = None;
         self.switches.fillers.lock().expect("no holder panics").clear();
         self.switches.gone.send_replace(false);
         self.cut();
+    }
+
+    /// How often something was sent on a connection on which a reply is lost.
+    pub fn sent_behind_lost_replies(&self) -> u64 {
+        self.switches.behind.load(Ordering::SeqCst)
     }
 
     /// How often a fault was hit since it was asked last.
@@ -191,6 +242,7 @@ async fn carry(
     way: Way,
     switches: Arc<Switches>,
     mut era: watch::Receiver<u64>,
+    lost: Arc<Mutex<Option<Loss>>>,
 ) {
     let mut buffer = vec![0; 64 << 10];
     loop {
@@ -199,6 +251,25 @@ async fn carry(
             _ = era.changed() => return, // dropping both halves closes the connection
         };
         let Ok(length @ 1..) = read else { return };
+        let is_lost = {
+            let mut lost = lost.lock().expect("no holder panics");
+            match way {
+                // Before it is passed on: its reply may be quick.
+                Way::Up => {
+                    if lost.is_some() {
+                        switches.behind.fetch_add(1, Ordering::SeqCst);
+                    }
+                    *lost = lost.or_else(|| switches.loss(&buffer[..length]));
+                    None
+                }
+                Way::Down => *lost,
+            }
+        };
+        match is_lost {
+            Some(Loss::Cut) => return,
+            Some(Loss::Silence) => continue,
+            None => {}
+        }
         if pass(&buffer[..length], &mut to, way, &switches).await.is_err() {
             // The other direction ends as well: what was written, or was to be, is lost.
             switches.era.send_modify(|era| *era += 1);
