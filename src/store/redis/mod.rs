@@ -352,7 +352,7 @@ async fn in_time<T>(
         let within = until.saturating_duration_since(since).as_millis() + 1;
         let within = Duration::from_millis(u64::try_from(within).unwrap_or(u64::MAX));
         let limit = "at most twice the store's call_timeout";
-        Err(unknown.with_source(NoAnswer { within, limit }))
+        Err(unknown.with_source(NoAnswer { within, limit, holdup: None }))
     })
 }
 
