@@ -2,6 +2,10 @@
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on panics")]
 
+#[path = "support/postgres.rs"]
+#[allow(dead_code, unreachable_pub, reason = "each test program uses a part of it")]
+mod postgres;
+
 use std::convert::Infallible;
 use std::io::Write;
 use std::sync::{Arc, Mutex};
@@ -10,11 +14,11 @@ use std::time::Duration;
 use bytes::Bytes;
 use http::{Request, Response};
 use http_body_util::{BodyExt as _, Full};
-use sqlx::{Executor as _, Sqlite};
+use sqlx::{Executor as _, Postgres, Sqlite};
 use tokio::sync::Semaphore;
 use tower::{Layer as _, ServiceExt as _, service_fn};
 use tower_idempotency::store::sql::{Tx, sqlx};
-use tower_idempotency::{Config, IdempotencyLayer, Outcome, Scope, SqliteStore};
+use tower_idempotency::{Config, IdempotencyLayer, Outcome, PostgresStore, Scope, SqliteStore};
 use tracing::subscriber::DefaultGuard;
 use tracing_subscriber::fmt::MakeWriter;
 
@@ -196,6 +200,52 @@ async fn the_cause_of_a_failed_statement_never_holds_what_was_written() {
         assert!(!told.contains("s3cret"), "{key}: {told}");
     }
     assert_eq!(shop.effects().await, 0);
+}
+
+#[tokio::test]
+async fn postgresql_is_told_by_its_constraint_and_never_by_a_value() {
+    let (log, _guard) = Log::install();
+    let (_server, url) = postgres::PostgresServer::shared();
+    let store = PostgresStore::connect(&url).await.unwrap();
+    store.migrate().await.unwrap();
+    let tables = "CREATE TABLE names (name TEXT CONSTRAINT one_name UNIQUE, age INTEGER);
+                  INSERT INTO names VALUES ('s3cret', 1)";
+    store.pool().execute(tables).await.unwrap();
+    let config = Config::builder().scope(Scope::global()).build().unwrap();
+    let layer = IdempotencyLayer::new(config, store);
+    for (key, statement, cause) in [
+        (
+            "unique",
+            "INSERT INTO names VALUES ('s3cret', 2)",
+            r#""one_name" of the table "names" (code 23505)"#,
+        ),
+        (
+            "value",
+            "INSERT INTO names VALUES ('x', 's3cret')",
+            "the database refused it (code 22P02)",
+        ),
+        (
+            "table",
+            "INSERT INTO nowhere VALUES ('s3cret')",
+            r#"relation "nowhere" does not exist (code 42P01)"#,
+        ),
+    ] {
+        let handler = service_fn(move |request: Request<Full<Bytes>>| async move {
+            let mut tx = Tx::<Postgres>::take(request.extensions()).unwrap();
+            let _ = (&mut tx).execute(statement).await;
+            Ok::<_, Infallible>(Response::new(Full::<Bytes>::default()))
+        });
+        let request = Request::post("/pay").header("idempotency-key", key);
+        let request = request.body(Full::default()).unwrap();
+        assert_eq!(layer.layer(handler).oneshot(request).await.unwrap().status(), 500, "{key}");
+        let told = log.take();
+        assert!(
+            told.contains(&cause.replace('"', "\\\"")) || told.contains(cause),
+            "{key}: {told}"
+        );
+        assert_eq!(told.matches("a statement failed").count(), 1, "{key}: {told}");
+        assert!(!told.contains("s3cret"), "{key}: {told}");
+    }
 }
 
 #[tokio::test]
