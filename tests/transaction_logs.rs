@@ -271,7 +271,7 @@ async fn what_a_handler_does_not_know_and_panics_are_told_in_words_with_the_refe
     let marked = || Config::builder().effects(tower_idempotency::Effects::Marked);
     let ask = async |config: tower_idempotency::ConfigBuilder, key: &str, panics: bool| {
         let config = config.scope(Scope::global()).build().unwrap();
-        let layer = IdempotencyLayer::new(config, store.clone());
+        let layer = IdempotencyLayer::new(config, Arc::clone(&store));
         let handler = service_fn(move |_: Request<Full<Bytes>>| async move {
             assert!(!panics, "as it is meant to be");
             let mut response = Response::new(Full::<Bytes>::default());

@@ -336,9 +336,11 @@ impl<DB: Backend> Core<DB> {
                     "a statement failed for the moment: everything is rolled back, and the request runs again, or \
                      is told 503 after several times"
                 );
-                match weight {
-                    Weight::Lost => open.abandon(),
-                    _ => Box::pin(open.rollback()).await,
+                // One that does not answer cannot be told to roll back.
+                if weight == Weight::Lost {
+                    open.abandon();
+                } else {
+                    Box::pin(open.rollback()).await;
                 }
                 return Ended::Again;
             }
