@@ -2,11 +2,11 @@
 //! to change.
 #![cfg(unix)]
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on panics")]
+#![allow(clippy::wildcard_enum_match_arm, reason = "every other outcome fails the test")]
 
 #[path = "support/program.rs"]
 mod program;
 #[path = "support/sandbox.rs"]
-#[allow(dead_code, reason = "each test program uses a part of it")]
 mod sandbox;
 
 use program::Cli;
