@@ -227,10 +227,12 @@ impl fmt::Display for InFull<'_> {
 
 /// Nothing was heard in time. Names the limit, so that who reads it knows what to set.
 #[derive(Clone, Copy, Debug, thiserror::Error)]
-#[error("no answer within {within:?} ({limit})")]
+#[error("no answer within {within:?} ({limit}){}{}", .holdup.map_or("", |_| ": "), .holdup.unwrap_or_default())]
 pub(crate) struct NoAnswer {
     pub(crate) within: Duration,
     pub(crate) limit: &'static str,
+    /// What it waited for, if the store knows.
+    pub(crate) holdup: Option<&'static str>,
 }
 
 /// The first cause that has not been told: some errors say with their own words what their cause says again, and whoever

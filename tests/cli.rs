@@ -136,6 +136,16 @@ async fn a_key_that_is_forgotten_is_new() {
     let first = sandbox.send(Call::pay("order-19", "tok_visa")).await;
     let cli = Cli::new(redis.url());
     let forget = ["forget", "order-19", "--account", "acme", "--why", "a test order", "--yes"];
+    // It is paid: who only says yes to whatever comes is told so.
+    let version = cli.run(&["show", "order-19", "--account", "acme", "--json"]).ok().json();
+    let version = version["version"].as_str().unwrap().to_owned();
+    for more in [&[][..], &["--if-version", &version]] {
+        let refused = cli.run(&[&forget[..], more].concat()).failed(2);
+        assert!(refused.errors.contains("pays again"), "{refused:?}");
+        assert!(refused.errors.contains("--completed"), "{refused:?}");
+    }
+    assert!(sandbox.send(Call::pay("order-19", "tok_visa")).await.is_replay());
+    let forget = [&forget[..], &["--completed"]].concat();
     cli.run(&forget).ok();
     cli.run(&forget).failed(3);
     let second = sandbox.send(Call::pay("order-19", "tok_visa")).await;
@@ -249,7 +259,7 @@ async fn keys_and_bodies_are_not_shown_unless_asked_for() {
         cli.run(&[&["show", "--json"], &done[..]].concat()).ok(),
         cli.run(&[&["settle", "done", "--status", "200", "--body", "planted"], &lost[..]].concat())
             .ok(),
-        cli.run(&[&["forget"], &lost[..]].concat()).ok(),
+        cli.run(&[&["forget", "--completed"], &lost[..]].concat()).ok(),
         cli.run(&["trail"]).ok(),
         cli.run(&["trail", "--json"]).ok(),
     ];
@@ -301,7 +311,8 @@ async fn in_a_table(store: &dyn Store, cli: &Cli) {
     );
     cli.run(&["settle", "not-applied", "--reference", reference, "--why", "x", "--yes"]).ok();
     let storage_key = key("done").to_text();
-    cli.run(&["forget", "--storage-key", &storage_key, "--why", "y", "--yes"]).ok();
+    let forget = ["forget", "--storage-key", &storage_key, "--why", "y", "--yes", "--completed"];
+    cli.run(&forget).ok();
     let trail = cli.run(&["trail", "--json"]).ok().json();
     let whys: Vec<_> = trail.as_array().unwrap().iter().map(|entry| &entry["why"]).collect();
     assert_eq!(whys, ["y", "x"]);

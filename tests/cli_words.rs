@@ -7,10 +7,12 @@
 mod program;
 mod support;
 
-use program::{Cli, Ran, completed, key, unknown};
+use program::{Cli, Ran, TERMS, claimed, completed, key, unknown};
 use support::postgres::PostgresServer;
 use support::redis::RedisServer;
 use support::tls::Papers;
+use tower_idempotency::admin::rfc3339;
+use tower_idempotency::record::{Millis, Release, Verdict};
 use tower_idempotency::store::redis::{RedisStoreBuilder, StartupChecks};
 use tower_idempotency::{PostgresLeaseStore, RedisStore, SqliteLeaseStore, Store};
 
@@ -72,6 +74,100 @@ async fn all_rights_that_a_command_lacks_are_told_at_once_and_granting_them_is_e
     is_told_at_once(&server, &["trail"], 0);
     // Where nothing is found, the look around takes no further right.
     is_told_at_once(&server, &["show", "none", "--account", "acme"], 3);
+}
+
+#[tokio::test]
+async fn looking_writes_nothing() {
+    let server = RedisServer::start();
+    let store = unchecked(&server.url()).await;
+    unknown(&store, "k").await;
+    let cli = Cli::new(server.url());
+    cli.run(&["audit"]).ok();
+    // A service's check of its readiness is under way, and what it needs for it is left alone too.
+    server.cli(&["set", "idem:{ready}", "mark", "px", "600000"]);
+    let state = || {
+        let stats = server.cli(&["info", "persistence"]);
+        let changes = stats.lines().find(|line| line.starts_with("rdb_changes_since_last_save"));
+        let mark = ["get", "pexpiretime"].map(|command| server.cli(&[command, "idem:{ready}"]));
+        (changes.unwrap().to_owned(), mark, server.cli(&["keys", "*"]).lines().count())
+    };
+    let reference = key("k").log_id();
+    for command in [
+        &["show", "k", "--account", "acme"][..],
+        &["show", "--reference", &reference],
+        &["list"],
+        &["trail"],
+    ] {
+        let before = state();
+        cli.run(command).ok();
+        assert_eq!(state(), before, "{command:?}");
+    }
+    let before = state();
+    cli.run(&["show", "none", "--account", "acme"]).failed(3);
+    assert_eq!(state(), before, "where there is nothing");
+}
+
+#[tokio::test]
+async fn a_replica_is_refused_although_a_look_would_write_nothing() {
+    let primary = RedisServer::start();
+    let store = unchecked(&primary.url()).await;
+    unknown(&store, "k").await;
+    let replica = RedisServer::start();
+    let port = primary.port().to_string();
+    assert_eq!(replica.cli(&["replicaof", "127.0.0.1", &port]), "OK");
+    let refused = Cli::new(replica.url()).run(&["show", "k", "--account", "acme"]).failed(1);
+    assert!(refused.errors.contains("read-only replica"), "{refused:?}");
+}
+
+#[tokio::test]
+async fn the_age_of_an_unknown_outcome_counts_from_its_claim() {
+    let server = RedisServer::start();
+    let store = unchecked(&server.url()).await;
+    let lease = claimed(&store, "k").await;
+    // The moment of a claim is its fence.
+    let claimed_at = lease.owner().fence.number();
+    // The outcome is found to be unknown in a later millisecond of the server's clock.
+    let passed = || {
+        let time = server.cli(&["time"]);
+        let mut parts = time.lines().map(|part| part.parse::<u64>().unwrap());
+        parts.next().unwrap() * 1_000 + parts.next().unwrap() / 1_000
+    };
+    while passed() <= claimed_at + 1 {}
+    let release = Release { terms: TERMS, verdict: Verdict::Unknown };
+    store.release(&lease, &release).await.unwrap();
+    let cli = Cli::new(server.url());
+    cli.run(&["audit"]).ok();
+    let listed = cli.run(&["list", "--json"]).ok().json();
+    let shown = cli.run(&["show", "k", "--account", "acme", "--json"]).ok().json();
+    for record in [&listed["records"][0], &shown] {
+        assert_eq!(record["since"], rfc3339(Millis(claimed_at)), "{record}");
+        assert_eq!(record["state"], "indeterminate");
+    }
+    let shown = cli.run(&["show", "k", "--account", "acme"]).ok().out;
+    assert!(shown.contains("unknown since"), "{shown}");
+}
+
+#[tokio::test]
+async fn an_audit_counts_what_is_unknown_apart_from_what_is_in_flight() {
+    let server = RedisServer::start();
+    let store = unchecked(&server.url()).await;
+    for name in ["a", "b"] {
+        unknown(&store, name).await;
+    }
+    for name in ["c", "d", "e"] {
+        drop(claimed(&store, name).await);
+    }
+    completed(&store, "f", "x").await;
+    let cli = Cli::new(server.url());
+    // In steps of a single key or so, too: what a step says of those before it is carried on.
+    for rate in ["5000", "20"] {
+        let audit = ["audit", "--keys-per-second", rate];
+        let told = cli.run(&audit).ok().out;
+        assert!(told.starts_with("6 keys read, 2 of unknown outcome, 3 in flight, in "), "{told}");
+        let told = cli.run(&[&audit[..], &["--json"]].concat()).ok().json();
+        let counts = ["scanned", "found", "unknown", "in_flight"].map(|name| &told[name]);
+        assert_eq!(counts.map(|count| count.as_u64().unwrap()), [6, 5, 2, 3]);
+    }
 }
 
 #[tokio::test]

@@ -79,6 +79,13 @@ impl StoreUrl {
                 }
                 (Arc::new(store), None)
             }
+            Self::Sqlite(path) if path.is_dir() => {
+                let file = path.join("payments.db");
+                let file = file.display();
+                return Err(
+                    format!("it is a directory: name the file in it, as in sqlite:{file}").into()
+                );
+            }
             Self::Sqlite(path) => {
                 let store = SqliteStore::open(path).await?;
                 store.migrate().await?;
@@ -115,11 +122,19 @@ impl FromStr for StoreUrl {
                 "not a URL; try sqlite:payments.db, memory: or redis://127.0.0.1:6379".to_owned()
             );
         };
-        match scheme {
+        let is_the_librarys = scheme.trim_start().starts_with("redis") && rest.starts_with("//");
+        if !is_the_librarys && has_blank(url) {
+            return Err(format!(
+                "the address {:?} has a blank or a line end in it: take it away; in a password a blank is \
+                 written %20",
+                without_password(url)
+            ));
+        }
+        match scheme.trim_start() {
             "memory" if rest.is_empty() => Ok(Self::Memory),
             "memory" => Err("memory: takes nothing after the colon".to_owned()),
             // `rediss`, `redis+cluster` and so on: which there are the library knows.
-            _ if scheme.starts_with("redis") => {
+            scheme if scheme.starts_with("redis") => {
                 if rest.len() > 2 && rest.starts_with("//") {
                     let (place, connections) = match url.split_once("?pool=") {
                         Some((place, number)) if scheme == "redis" => (place, Some(number)),
@@ -145,9 +160,8 @@ impl FromStr for StoreUrl {
                 };
                 Err(format!("a Redis URL looks like {scheme}://{places}"))
             }
-            "sqlite" if !rest.is_empty() && !rest.starts_with("//") => {
-                Ok(Self::Sqlite(rest.into()))
-            }
+            "sqlite" if rest.starts_with("//") => Err(no_host(rest)),
+            "sqlite" if !rest.is_empty() => Ok(Self::Sqlite(rest.into())),
             "sqlite" => Err("an SQLite URL looks like sqlite:payments.db".to_owned()),
             "postgres" | "postgresql" if rest.len() > 2 && rest.starts_with("//") => {
                 Ok(Self::Postgres(url.to_owned()))
@@ -155,12 +169,39 @@ impl FromStr for StoreUrl {
             "postgres" | "postgresql" => {
                 Err("a PostgreSQL URL looks like postgres://user@127.0.0.1/database".to_owned())
             }
-            _ => Err(format!(
+            scheme => Err(format!(
                 "unknown store {scheme:?}; try sqlite:payments.db, postgres://user@127.0.0.1/database, \
                  redis://127.0.0.1:6379 or memory:"
             )),
         }
     }
+}
+
+fn without_password(url: &str) -> String {
+    let Some((scheme, rest)) = url.split_once("://") else { return url.to_owned() };
+    let place = rest.rsplit_once('@').map_or(rest, |(_, place)| place);
+    // A password may stand behind the question mark too.
+    format!("{scheme}://{}", place.split('?').next().unwrap_or_default())
+}
+
+/// Behind the question mark, and within the name of a file, a blank may be meant.
+fn has_blank(url: &str) -> bool {
+    url.trim() != url
+        || match url.split_once(':') {
+            Some(("sqlite", file)) => file.starts_with(char::is_whitespace),
+            _ => url.split('?').next().unwrap_or_default().contains(char::is_whitespace),
+        }
+}
+
+/// What is behind the colon looks like a host.
+fn no_host(rest: &str) -> String {
+    let file = rest.split('?').next().unwrap_or_default().trim_start_matches('/');
+    let root = if rest.starts_with("///") { "/" } else { "" };
+    let write = match file {
+        "" => "sqlite:payments.db or sqlite:/path/payments.db".to_owned(),
+        file => format!("sqlite:{root}{file}"),
+    };
+    format!("an SQLite address names a file and no host: write {write}")
 }
 
 /// Shows the address and never the password.
@@ -178,12 +219,7 @@ impl fmt::Display for StoreUrl {
                 write!(f, "{place} (a pool of {connections})")
             }
             Self::Sqlite(path) => write!(f, "sqlite:{}", path.display()),
-            Self::Postgres(url) => {
-                let rest = url.split_once("://").map_or("", |(_, rest)| rest);
-                let place = rest.rsplit_once('@').map_or(rest, |(_, place)| place);
-                // A password may stand behind the question mark too.
-                write!(f, "postgres://{}", place.split('?').next().unwrap_or_default())
-            }
+            Self::Postgres(url) => f.write_str(&without_password(url)),
         }
     }
 }

@@ -28,9 +28,9 @@ pub enum Detail {
 pub fn state_of(sighting: &Sighting, now: Millis) -> &'static str {
     match (sighting.standing, sighting.lease_is_over(now)) {
         (Standing::InFlight, false) => "in flight",
-        (Standing::Untouched, false) => "in flight, untouched",
+        (Standing::Untouched, false) => "in flight, no effect yet",
         (Standing::InFlight, true) => "unknown, lease over",
-        (Standing::Untouched, true) => "untouched, lease over",
+        (Standing::Untouched, true) => "no effect, lease over",
         (Standing::Open, _) => "open",
         (Standing::Indeterminate, _) => "outcome unknown",
         (Standing::Completed, _) => "completed",
@@ -59,7 +59,7 @@ pub struct RecordView {
     /// When the first claim was made.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub created: Option<String>,
-    /// Since when it stands there; in flight, since when this attempt runs.
+    /// Since when it stands there; in flight or unknown, since when the last attempt runs or ran.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub since: Option<String>,
     /// How long that is.

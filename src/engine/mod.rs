@@ -430,7 +430,14 @@ impl Engine {
         let Ok(Ran { reply, .. }) = ran else {
             let undone = settled == Settled::Undone;
             let untouched = matches!(settle, Settle::Release(Verdict::NoEffect));
-            tracing::error!(key = %call.storage_key.in_logs(), undone, untouched, "a handler panicked");
+            let became = match (undone, untouched) {
+                (true, _) => {
+                    "a handler panicked, and the store rolled back all that it had written: the key is free"
+                }
+                (false, true) => "a handler panicked before its first checkpoint: the key is free",
+                (false, false) => "a handler panicked, and nobody knows what it had done",
+            };
+            tracing::error!(key = %call.storage_key.in_logs(), "{became}");
             self.settle_later(&lease, recorded, policy, &settled);
             return Some(Conclusion::refused(match (undone, untouched) {
                 (true, _) => RejectionKind::RolledBack,
@@ -536,7 +543,9 @@ impl Engine {
                 Ok(result) => result,
                 Err(_) => {
                     let kind = StoreErrorKind::OutcomeUnknown;
-                    let silence = NoAnswer { within: bound, limit: CALL_LIMIT };
+                    // A run has its turn already, and does not wait for one to end.
+                    let holdup = self.0.store.holdup().filter(|_| verb == "claim");
+                    let silence = NoAnswer { within: bound, limit: CALL_LIMIT, holdup };
                     Err(StoreError::new(kind, self.0.store.name(), verb).with_source(silence))
                 }
             },

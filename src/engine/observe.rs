@@ -197,7 +197,12 @@ pub(crate) fn seen(seen: Seen, key: StorageKey, elapsed: Duration) {
                 key = %key.in_logs(), outcome = seen.name(), elapsed_ms = elapsed_ms(elapsed), "idempotent request"
             )
         }
-        Seen::Unknown | Seen::NotStored | Seen::Unprotected => tracing::warn!(
+        // Its client is told the same reference by the answer to its next retry.
+        Seen::Unknown => tracing::warn!(
+            reference = %key.in_logs(), outcome = seen.name(), elapsed_ms = elapsed_ms(elapsed),
+            "the outcome of a request is unknown: its handler said so"
+        ),
+        Seen::NotStored | Seen::Unprotected => tracing::warn!(
             key = %key.in_logs(), outcome = seen.name(), elapsed_ms = elapsed_ms(elapsed), "idempotent request"
         ),
     }

@@ -56,6 +56,22 @@ pub(super) enum Settled {
     Refused,
 }
 
+impl Settled {
+    /// For operators.
+    fn in_words(&self) -> &'static str {
+        match self {
+            Self::Stored => "the answer is stored",
+            Self::Released => "the key is given back",
+            Self::Superseded(_) => "the answer of another run stands",
+            Self::Lost => "somebody else holds the key, or has settled it",
+            Self::RolledBack => "the store rolled back all that was written, and it may run again",
+            Self::Undone => "the store rolled back whatever was written, and the key is free",
+            Self::Unconfirmed => "nobody knows",
+            Self::Refused => "the store refuses to record it",
+        }
+    }
+}
+
 impl Settle {
     /// What may be recorded of a run that followed one which may have acted: that nothing happened is
     /// not for this run to say. The key stays as unknown as it was, so it is not free for another
@@ -89,8 +105,8 @@ impl Engine {
                 Ok(settled) => {
                     if within > policy.complete_within {
                         tracing::info!(
-                            key = %lease.key().in_logs(), ?settled,
-                            "a run that could not be recorded in time is recorded after all"
+                            key = %lease.key().in_logs(), came_to = settled.in_words(),
+                            "what could not be recorded in time is recorded after all"
                         );
                     }
                     return settled;

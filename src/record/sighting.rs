@@ -105,16 +105,17 @@ impl Sighting {
         self.is_unknown(now) || self.lease_is_over(now)
     }
 
-    /// Since when it stands where it does; in flight, since when this attempt runs. That is its fence, which
-    /// is the time of its claim unless the clock went back in between.
+    /// Since when it stands where it does; in flight, and where the outcome is unknown, since when the last attempt
+    /// runs or ran. That is its fence, which is the time of its claim unless the clock went back in between.
     #[must_use]
     pub fn since(&self, now: Millis) -> Millis {
         match self.standing {
-            Standing::InFlight | Standing::Untouched => {
+            // Who asks how old an unknown outcome is asks about the operation, and not when it was found out.
+            Standing::InFlight | Standing::Untouched | Standing::Indeterminate => {
                 let claimed = Millis(self.fence.number()).max(self.created);
                 if claimed > now { self.created } else { claimed }
             }
-            Standing::Open | Standing::Indeterminate | Standing::Completed => self.at,
+            Standing::Open | Standing::Completed => self.at,
         }
     }
 

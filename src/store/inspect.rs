@@ -278,6 +278,8 @@ pub struct AuditStep {
     pub scanned: u64,
     /// How many of them are in flight or unknown.
     pub found: u64,
+    /// How many of those are unknown.
+    pub unknown: u64,
     /// How many keys there are, about. For progress.
     pub about: u64,
 }

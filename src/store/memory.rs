@@ -375,7 +375,7 @@ impl Inspect for MemoryStore {
 
     fn audit<'a>(&'a self, _: Option<&'a AuditCursor>, _: u32) -> StoreFuture<'a, AuditStep> {
         let scanned = self.len() as u64;
-        Box::pin(ready(Ok(AuditStep { next: None, scanned, found: 0, about: scanned })))
+        Box::pin(ready(Ok(AuditStep { next: None, scanned, found: 0, unknown: 0, about: scanned })))
     }
 
     fn note<'a>(&'a self, entry: &'a TrailEntry) -> StoreFuture<'a, ()> {

@@ -180,6 +180,12 @@ pub trait Store: fmt::Debug + Send + Sync + 'static {
         None
     }
 
+    /// What keeps claims waiting at this moment, if the store knows, and what to change: for the log, where one was
+    /// not answered in time.
+    fn holdup(&self) -> Option<&'static str> {
+        None
+    }
+
     /// Tries to become the one who runs the handler of `key`.
     fn claim<'a>(
         &'a self,
@@ -223,6 +229,10 @@ impl<S: Store + ?Sized> Store for Arc<S> {
 
     fn answers_within(&self) -> Option<Duration> {
         (**self).answers_within()
+    }
+
+    fn holdup(&self) -> Option<&'static str> {
+        (**self).holdup()
     }
 
     fn claim<'a>(

@@ -260,6 +260,10 @@ impl<S: Store> Store for Protected<S> {
         self.store.answers_within()
     }
 
+    fn holdup(&self) -> Option<&'static str> {
+        self.store.holdup()
+    }
+
     fn claim<'a>(
         &'a self,
         key: StorageKey,

@@ -12,6 +12,7 @@ use tower_idempotency::admin::{
     Auditor, By, Detail, LONGEST_BODY, ListingView, MadeView, Operator, OperatorError, RecordView,
     Settlement, Shown, TrailView, Version, Who, Why, brief, rfc3339, state_of,
 };
+use tower_idempotency::record::Standing;
 use tower_idempotency::store::{Glance, Inspect, Page, Source, Survey, Wanted};
 use tower_idempotency::{HeaderRules, StorageKey, StoredResponse};
 
@@ -135,8 +136,8 @@ pub async fn run(flags: &Flags) -> Result<(), Failure> {
             desk.list(survey, *limit, page.as_deref()).await
         }
         Command::Settle(settle) => desk.settle(settle).await,
-        Command::Forget { which, change, unreadable } => {
-            desk.forget(which, change, *unreadable).await
+        Command::Forget { which, change, unreadable, completed } => {
+            desk.forget(which, change, *unreadable, *completed).await
         }
         Command::Audit { keys_per_second } => {
             let auditor = Auditor::new(Arc::clone(&desk.store));
@@ -340,11 +341,16 @@ impl Desk {
         which: &Which,
         change: &Change,
         unreadable: bool,
+        completed: bool,
     ) -> Result<(), Failure> {
         let by = by(change)?;
         let key = self.key(which).await?;
+        let shown = self.look(key, which).await?;
+        if !completed {
+            refuse_completed(&shown, change)?;
+        }
         let words = "forget it: its key is new, and the next retry runs the operation";
-        let version = self.agree(key, which, change, words).await?;
+        let version = agree_on(&shown, change, words)?;
         if version == Version::UNREADABLE && !unreadable {
             eprintln!(
                 "note: --unreadable forgets what this release cannot read; it may be a payment"
@@ -375,26 +381,7 @@ impl Desk {
         if let (true, Some(version)) = (change.yes, change.if_version) {
             return Ok(version);
         }
-        let shown = self.look(key, which).await?;
-        let version = change.if_version.unwrap_or_else(|| shown.version());
-        if change.yes {
-            return Ok(version);
-        }
-        if !(io::stdin().is_terminal() && io::stderr().is_terminal()) {
-            return Err(Failure::Usage(
-                "this changes a record, and nobody can be asked here: add --yes".to_owned(),
-            ));
-        }
-        let view = RecordView::of(&shown, Detail::Facts);
-        eprint!("{}", table(Paint::Plain, &[], &facts(&shown, &view)));
-        eprint!("{words}.\nGo on? [y/N] ");
-        let _ = io::stderr().flush();
-        let mut line = String::new();
-        let read = io::stdin().lock().read_line(&mut line);
-        match read.is_ok() && ["y", "yes"].contains(&line.trim().to_lowercase().as_str()) {
-            true => Ok(version),
-            false => Err(Failure::Failed("nothing was changed".to_owned())),
-        }
+        agree_on(&self.look(key, which).await?, change, words)
     }
 
     fn tell(
@@ -425,9 +412,10 @@ impl Desk {
         let direct = self.source().await? == Source::Direct;
         if self.json {
             let kind = if direct { "direct" } else { "audit" };
-            let (scanned, found) = (step.scanned, step.found);
+            let (scanned, found, unknown) = (step.scanned, step.found, step.unknown);
             return Ok(print_json(&json!({
-                "index": kind, "scanned": scanned, "found": found, "seconds": seconds,
+                "index": kind, "scanned": scanned, "found": found, "unknown": unknown,
+                "in_flight": found.saturating_sub(unknown), "seconds": seconds,
             }))?);
         }
         Ok(print(&match direct {
@@ -437,10 +425,11 @@ impl Desk {
                 format!("no keys in {}{}\n", self.place, self.elsewhere().await)
             }
             false => format!(
-                "{} {} read, {} in flight or unknown, in {}\n",
+                "{} {} read, {} of unknown outcome, {} in flight, in {}\n",
                 step.scanned,
                 if step.scanned == 1 { "key" } else { "keys" },
-                step.found,
+                step.unknown,
+                step.found.saturating_sub(step.unknown),
                 brief(begun.elapsed())
             ),
         })?)
@@ -476,6 +465,44 @@ impl Desk {
             }
         }
         Ok(())
+    }
+}
+
+/// The same of a record that was looked at.
+fn agree_on(shown: &Shown, change: &Change, words: &str) -> Result<Version, Failure> {
+    let version = change.if_version.unwrap_or_else(|| shown.version());
+    if change.yes {
+        return Ok(version);
+    }
+    if !(io::stdin().is_terminal() && io::stderr().is_terminal()) {
+        return Err(Failure::Usage(
+            "this changes a record, and nobody can be asked here: add --yes".to_owned(),
+        ));
+    }
+    let view = RecordView::of(shown, Detail::Facts);
+    eprint!("{}", table(Paint::Plain, &[], &facts(shown, &view)));
+    eprint!("{words}.\nGo on? [y/N] ");
+    let _ = io::stderr().flush();
+    let mut line = String::new();
+    let read = io::stdin().lock().read_line(&mut line);
+    match read.is_ok() && ["y", "yes"].contains(&line.trim().to_lowercase().as_str()) {
+        true => Ok(version),
+        false => Err(Failure::Failed("nothing was changed".to_owned())),
+    }
+}
+
+/// `--yes` is for one who cannot be asked, and says nothing of the record. Of another version than was given, the store
+/// will say that it has changed.
+fn refuse_completed(shown: &Shown, change: &Change) -> Result<(), Failure> {
+    let standing = shown.record().map(|record| record.sighting().standing);
+    let meant = change.if_version.is_none_or(|version| version == shown.version());
+    match standing == Some(Standing::Completed) && meant {
+        true => Err(Failure::Usage(
+            "the record is completed: once it is forgotten, the next retry runs the operation again, and pays again. \
+             Who wants that says --completed. Nothing was changed"
+                .to_owned(),
+        )),
+        false => Ok(()),
     }
 }
 

@@ -106,6 +106,9 @@ pub enum Command {
     },
     /// Lists what nobody has settled, the oldest first.
     ///
+    /// AGE and SINCE count from the claim of the last attempt, also where its outcome was found to be unknown later. The
+    /// state `no effect yet` is of a route whose handlers mark their effects, and this one has marked none.
+    ///
     /// In Redis this reads an index that `idempotency audit` or the service itself makes, and says how old it is.
     List {
         /// What nobody knows the outcome of (the default).
@@ -130,6 +133,9 @@ pub enum Command {
         which: Which,
         #[command(flatten)]
         change: Change,
+        /// Also if the record is completed: the next retry runs the operation again, and pays again.
+        #[arg(long)]
+        completed: bool,
         /// Also if this release cannot read the record. It may be a payment.
         #[arg(long)]
         unreadable: bool,

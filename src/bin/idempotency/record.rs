@@ -2,6 +2,7 @@
 
 use tower_idempotency::StoredBody;
 use tower_idempotency::admin::{RecordView, Shown, brief, rfc3339};
+use tower_idempotency::record::Standing;
 
 use crate::output::{Cell, Tone, cell, harmless, toned};
 
@@ -25,6 +26,9 @@ pub fn facts(shown: &Shown, view: &RecordView) -> Vec<Vec<Cell>> {
         rows.push(row("attempt", cell(seen.attempt.number().to_string())));
         rows.push(row("first claim", cell(ago(seen.created))));
         rows.push(row("since", cell(ago(seen.since(now)))));
+        if seen.standing == Standing::Indeterminate {
+            rows.push(row("unknown since", cell(ago(seen.at))));
+        }
         if view.lease_until.is_some() {
             let until = match seen.at > now {
                 true => format!("{} (in {})", rfc3339(seen.at), brief(seen.at.since(now))),

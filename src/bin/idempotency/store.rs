@@ -142,6 +142,13 @@ fn redis_url(_: &str) -> Result<StoreUrl, String> {
 
 #[cfg(feature = "sqlite")]
 async fn sqlite(path: &Path) -> Result<Arc<dyn Inspect>, String> {
+    if path.is_dir() {
+        let file = path.join("payments.db");
+        return Err(format!(
+            "it is a directory: name the file in it, as in sqlite:{}",
+            file.display()
+        ));
+    }
     // SQLite would make one.
     if !path.is_file() {
         return Err("there is no such file".to_owned());
@@ -232,6 +239,14 @@ impl FromStr for StoreUrl {
             ));
         }
         let (scheme, rest) = url.trim_start().split_once(':').unwrap_or_default();
+        let is_the_librarys = scheme.starts_with("redis") && rest.starts_with("//");
+        if !is_the_librarys && has_blank_inside(url) {
+            return Err(format!(
+                "the address {:?} has a blank or a line end in it: take it away; in a password a blank is \
+                 written %20",
+                without_password(url)
+            ));
+        }
         match scheme {
             "memory" => Err("a store in memory belongs to its process: ask its router".to_owned()),
             // Which names beginning so there are, the library knows.
@@ -241,9 +256,8 @@ impl FromStr for StoreUrl {
             {
                 redis_url(url)
             }
-            "sqlite" if !rest.is_empty() && !rest.starts_with("//") => {
-                Ok(Self::Sqlite(rest.into()))
-            }
+            "sqlite" if rest.starts_with("//") => Err(no_host(rest)),
+            "sqlite" if !rest.is_empty() => Ok(Self::Sqlite(rest.into())),
             "postgres" | "postgresql" if rest.len() > 2 && rest.starts_with("//") => {
                 Ok(Self::Postgres(url.to_owned()))
             }
@@ -252,6 +266,26 @@ impl FromStr for StoreUrl {
                 .to_owned()),
         }
     }
+}
+
+/// Behind the question mark, and in the name of a file, a blank may be meant.
+fn has_blank_inside(url: &str) -> bool {
+    match url.split_once(':') {
+        Some(("sqlite", file)) => file.starts_with(char::is_whitespace),
+        Some(("unix", _)) => false,
+        _ => url.split('?').next().unwrap_or_default().contains(char::is_whitespace),
+    }
+}
+
+/// What is behind the colon looks like a host.
+fn no_host(rest: &str) -> String {
+    let file = rest.split('?').next().unwrap_or_default().trim_start_matches('/');
+    let root = if rest.starts_with("///") { "/" } else { "" };
+    let write = match file {
+        "" => "sqlite:payments.db or sqlite:/path/payments.db".to_owned(),
+        file => format!("sqlite:{root}{file}"),
+    };
+    format!("an SQLite address names a file and no host: write {write}")
 }
 
 /// Shows the address and never the password.

@@ -127,7 +127,7 @@ impl RedisStore {
     /// Which of these commands the user may not run. A script that is refused one of them does not say which;
     /// outside of a script each is answered by itself.
     async fn lacking(&self, names: &[&'static str]) -> Lack {
-        let questions = harmless(names, &format!("{}:{{ready}}", self.0.prefix));
+        let questions = harmless(names, &self.no_mark());
         let mut lack = Lack { commands: Vec::new(), user: self.0.user.clone() };
         for primary in self.0.connections.primaries() {
             // What the user may do is looked at before where the key is.
@@ -199,7 +199,7 @@ const SERVING: [&str; 13] = [
 /// What the first look at a server needs.
 const CONNECTING: [&str; 4] = ["eval", "evalsha", "set", "time"];
 
-/// The commands, so that they change nothing, whether there is a mark of a readiness check or not.
+/// The commands, so that they change nothing, with a key that is not there.
 fn harmless(names: &[&'static str], key: &str) -> Pipeline {
     let no_script = "0".repeat(40);
     let mut pipeline = ::redis::pipe();

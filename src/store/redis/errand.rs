@@ -20,6 +20,14 @@ pub enum Errand {
 }
 
 impl Errand {
+    /// True if it changes nothing in the store.
+    pub(super) fn only_looks(self) -> bool {
+        match self {
+            Self::Look | Self::List | Self::Trail => true,
+            Self::Audit | Self::Settle | Self::Forget => false,
+        }
+    }
+
     /// The commands that it takes beside those of connecting.
     pub(super) fn commands(self) -> &'static [&'static str] {
         match self {

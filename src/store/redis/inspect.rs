@@ -55,12 +55,13 @@ const LOOKS_SIDE_BY_SIDE: usize = 32;
 /// Keys of an index that one command reads.
 const FIND_STEP: usize = 10_000;
 
-/// A pass on its way: `<pass>/<started>/<scanned>/<found>/<about>/<cursor of SCAN>/<primary>`.
+/// A pass on its way: `<pass>/<started>/<scanned>/<found>/<unknown>/<about>/<cursor of SCAN>/<primary>`.
 struct Walk {
     pass: String,
     started: Millis,
     scanned: u64,
     found: u64,
+    unknown: u64,
     about: u64,
     scan: u64,
     primary: String,
@@ -68,19 +69,20 @@ struct Walk {
 
 impl Walk {
     fn read(cursor: &AuditCursor) -> Option<Self> {
-        let mut parts = cursor.as_text().splitn(7, '/');
+        let mut parts = cursor.as_text().splitn(8, '/');
         let pass = parts.next().filter(|pass| !pass.is_empty())?.to_owned();
         let mut number = || parts.next()?.parse::<u64>().ok();
         let (started, scanned, found) = (Millis(number()?), number()?, number()?);
-        let (about, scan) = (number()?, number()?);
-        Some(Self { pass, started, scanned, found, about, scan, primary: parts.next()?.to_owned() })
+        let (unknown, about, scan) = (number()?, number()?, number()?);
+        let primary = parts.next()?.to_owned();
+        Some(Self { pass, started, scanned, found, unknown, about, scan, primary })
     }
 
     fn cursor(&self) -> AuditCursor {
-        let Self { pass, started, scanned, found, about, scan, primary } = self;
+        let Self { pass, started, scanned, found, unknown, about, scan, primary } = self;
         let started = started.0;
         AuditCursor::from_text(format!(
-            "{pass}/{started}/{scanned}/{found}/{about}/{scan}/{primary}"
+            "{pass}/{started}/{scanned}/{found}/{unknown}/{about}/{scan}/{primary}"
         ))
     }
 }
@@ -261,7 +263,7 @@ impl RedisStore {
         let primary = self.0.connections.primaries().into_iter().next().unwrap_or_default();
         let id = HolderId::random();
         let pass = id.as_bytes()[..8].iter().map(|byte| format!("{byte:02x}")).collect();
-        Ok(Walk { pass, started, scanned: 0, found: 0, about, scan: 0, primary })
+        Ok(Walk { pass, started, scanned: 0, found: 0, unknown: 0, about, scan: 0, primary })
     }
 
     async fn ask(&self, primary: &str, questions: &Pipeline) -> Result<Vec<Value>, StoreError> {
@@ -302,8 +304,8 @@ impl RedisStore {
                 None => return self.end_pass(&walk, now).await,
             }
         }
-        let Walk { scanned, found, about, .. } = walk;
-        Ok(AuditStep { next: Some(walk.cursor()), scanned, found, about })
+        let Walk { scanned, found, unknown, about, .. } = walk;
+        Ok(AuditStep { next: Some(walk.cursor()), scanned, found, unknown, about })
     }
 
     /// The names of records: never those of the keys above.
@@ -334,7 +336,7 @@ impl RedisStore {
             questions.cmd("STRLEN").arg(name).cmd("PEXPIRETIME").arg(name);
         }
         let answers = self.ask(&walk.primary, &questions).await?;
-        let mut overdue = Vec::new();
+        let (mut unknown, mut in_flight) = (Vec::new(), Vec::new());
         for (name, answer) in names.iter().zip(answers.chunks(3)) {
             // A key that has moved away, or has gone, is none of this node's.
             let [Value::BulkString(header), Value::Int(length), expires] = answer else { continue };
@@ -344,20 +346,18 @@ impl RedisStore {
             let Ok(sighting) = Sighting::read(&header, length) else { continue };
             let settled = matches!(sighting.standing, Standing::Open | Standing::Completed);
             if let (false, Some(key)) = (settled, key_of(name)) {
-                overdue.push((sighting.since(now).0, key));
+                let some = if sighting.is_unknown(now) { &mut unknown } else { &mut in_flight };
+                some.push((sighting.since(now).0, key));
             }
         }
-        if overdue.is_empty() {
+        if unknown.is_empty() && in_flight.is_empty() {
             return Ok(());
         }
         let index = self.index(&walk.pass);
-        let add = |cmd: &mut Cmd| {
-            cmd.arg("ZADD").arg(&index);
-            for (since, key) in &overdue {
-                cmd.arg(*since).arg(&key.as_bytes()[..]);
-            }
-        };
-        walk.found += integer(&self.command("audit", add).await?);
+        // Each by itself: of what SCAN told twice, the server says that it is not new.
+        let new = self.add_to(&index, &unknown).await?;
+        walk.unknown += new;
+        walk.found += new + self.add_to(&index, &in_flight).await?;
         if walk.found > INDEX_LENGTH {
             let newest = |cmd: &mut Cmd| {
                 cmd.arg("ZREMRANGEBYRANK").arg(&index).arg(INDEX_LENGTH).arg(-1);
@@ -365,6 +365,20 @@ impl RedisStore {
             self.command("audit", newest).await?;
         }
         self.expire(&index, ASIDE_SECONDS).await
+    }
+
+    /// Adds these to an index, and says how many are new in it.
+    async fn add_to(&self, index: &str, some: &[(u64, StorageKey)]) -> Result<u64, StoreError> {
+        if some.is_empty() {
+            return Ok(0);
+        }
+        let add = |cmd: &mut Cmd| {
+            cmd.arg("ZADD").arg(index);
+            for (since, key) in some {
+                cmd.arg(*since).arg(&key.as_bytes()[..]);
+            }
+        };
+        Ok(integer(&self.command("audit", add).await?))
     }
 
     async fn expire(&self, key: &str, seconds: u64) -> Result<(), StoreError> {
@@ -392,8 +406,8 @@ impl RedisStore {
         if let Some(before) = before.filter(|before| before.index != walk.pass) {
             self.expire(&self.index(&before.index), REPLACED_SECONDS).await?;
         }
-        let Walk { scanned, found, about, .. } = *walk;
-        Ok(AuditStep { next: None, scanned, found, about })
+        let Walk { scanned, found, unknown, about, .. } = *walk;
+        Ok(AuditStep { next: None, scanned, found, unknown, about })
     }
 }
 
@@ -611,13 +625,14 @@ mod tests {
             started: Millis(1),
             scanned: 2,
             found: 3,
+            unknown: 1,
             about: 4,
             scan: u64::MAX,
             primary: "[::1]:7000".to_owned(),
         };
         let text = walk.cursor();
         assert_eq!(Walk::read(&text).map(|walk| walk.cursor()), Some(text));
-        for bad in ["", "/1/2/3/4/5/", "a/1/2/3/4/5", "a/b/2/3/4/5/x"] {
+        for bad in ["", "/1/2/3/4/5/6/", "a/1/2/3/4/5/6", "a/b/2/3/4/5/6/x"] {
             assert!(Walk::read(&AuditCursor::from_text(bad)).is_none(), "{bad}");
         }
     }

@@ -307,13 +307,21 @@ impl RedisStore {
         self.check_server_at(mark, "ready", work, |call| call.waiting(self.0.wait)).await
     }
 
+    /// A key that nobody ever writes.
+    fn no_mark(&self) -> String {
+        format!("{}:{{ready}}:none", self.0.prefix)
+    }
+
     async fn check_server(
         &self,
         operation: &'static str,
         work: Work,
         adapt: impl FnOnce(Call) -> Call,
     ) -> Result<(), StoreError> {
-        let mark = format!("{}:{{ready}}", self.0.prefix);
+        let mark = match work {
+            Work::Nothing => self.no_mark(),
+            Work::Write | Work::Everything => format!("{}:{{ready}}", self.0.prefix),
+        };
         self.check_server_at(&mark, operation, work, adapt).await
     }
 
@@ -352,7 +360,7 @@ async fn in_time<T>(
         let within = until.saturating_duration_since(since).as_millis() + 1;
         let within = Duration::from_millis(u64::try_from(within).unwrap_or(u64::MAX));
         let limit = "at most twice the store's call_timeout";
-        Err(unknown.with_source(NoAnswer { within, limit }))
+        Err(unknown.with_source(NoAnswer { within, limit, holdup: None }))
     })
 }
 

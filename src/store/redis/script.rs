@@ -352,6 +352,8 @@ pub(super) enum Readiness {
 /// What a server is asked to do before it counts as ready.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum Work {
+    /// That it would take a write. Nothing is written to a key that is not there.
+    Nothing = 0,
     /// That it takes writes.
     Write = 1,
     /// Every command that a request needs.

@@ -9,7 +9,7 @@ use futures_util::FutureExt as _;
 use super::desk::Seat;
 use super::line::Turn;
 use super::session::{ANSWER_WITHIN, Session, bounded};
-use super::transactional::{Claimed, Clock, Core, Running};
+use super::transactional::{Claimed, Clock, Core, HELD, Running};
 use super::tx::{Open, Unit};
 use super::{
     Backend, Found, Opened, Opening, Peeked, Row, Weight, maybe_done, moment, not_done, step, weigh,
@@ -60,7 +60,11 @@ impl<DB: Backend> Core<DB> {
             Ok(Turn { turn, session }) => (turn, session),
             Err(Some(answer)) => return answer,
             Err(None) => {
-                return Err(StoreError::new(StoreErrorKind::Unavailable, DB::STORE, "claim"));
+                let error = StoreError::new(StoreErrorKind::Unavailable, DB::STORE, "claim");
+                return Err(match DB::REMOTE {
+                    true => error,
+                    false => error.with_source(HELD),
+                });
             }
         };
         let (mut session, first) = match DB::here() {
@@ -302,6 +306,12 @@ impl<DB: Backend> Core<DB> {
                     .with_source(TableLocked(error)))
             }
             Weight::Locked => Ok(ClaimOutcome::InFlight { remaining: Duration::ZERO }),
+            // SQLITE_BUSY, of another process.
+            Weight::Unreached if !DB::REMOTE && error.as_database_error().is_some() => {
+                let unavailable = StoreErrorKind::Unavailable;
+                Err(StoreError::new(unavailable, DB::STORE, "claim")
+                    .with_source(DatabaseHeld(error)))
+            }
             Weight::Conflict
             | Weight::Lost
             | Weight::Unreached
@@ -334,6 +344,11 @@ impl<DB: Backend> Core<DB> {
      claimed until it ends ({0})"
 )]
 struct TableLocked(#[source] sqlx::Error);
+
+/// A claim waited for the one writer of a file.
+#[derive(Debug, thiserror::Error)]
+#[error("{HELD} ({0})")]
+struct DatabaseHeld(#[source] sqlx::Error);
 
 impl<DB: Backend> Session<DB> {
     async fn peek(&mut self, key: StorageKey, limit: Duration) -> sqlx::Result<Peeked> {

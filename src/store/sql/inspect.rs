@@ -256,7 +256,7 @@ impl<DB: Inspected> LeaseCore<DB> {
 
     /// The index of the table is always right.
     pub(super) async fn audit(&self) -> Result<AuditStep, StoreError> {
-        Ok(AuditStep { next: None, scanned: 0, found: 0, about: 0 })
+        Ok(AuditStep { next: None, scanned: 0, found: 0, unknown: 0, about: 0 })
     }
 
     pub(super) async fn note(&self, entry: &TrailEntry) -> Result<(), StoreError> {

@@ -101,6 +101,10 @@ impl<DB: Backend> Line<DB> {
         self.turns_max
     }
 
+    pub(super) fn is_full(&self) -> bool {
+        self.turns.available_permits() == 0
+    }
+
     /// A turn. If none comes while others get theirs, what comes first: the turn, or a connection, with
     /// which is looked if there is an answer.
     ///

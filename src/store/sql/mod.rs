@@ -14,6 +14,7 @@
 //! exported here. With `sqlite`, the program links the `libsqlite3-sys` of sqlx 0.9 (below 0.38), and
 //! cargo refuses a second one: `rusqlite` up to 0.39 fits, newer ones do not.
 
+mod cause;
 mod claim;
 mod desk;
 mod fate;
@@ -636,6 +637,9 @@ macro_rules! store {
         impl $crate::store::Store for $type {
             fn name(&self) -> &'static str {
                 self.0.name()
+            }
+            fn holdup(&self) -> Option<&'static str> {
+                self.0.holdup()
             }
             fn claim<'a>(
                 &'a self,

@@ -60,6 +60,10 @@ pub(super) struct Texts {
 
 /// Where the claim ends and the handler's writes begin.
 pub(super) const SAVEPOINT: &str = "SAVEPOINT idempotency_claim";
+/// What keeps a claim waiting at a file.
+pub(super) const HELD: &str = "another transaction holds the database, of this process or another: SQLite has one \
+                               writer at a time. Keep transactions shorter (what is slow goes before or behind them), \
+                               or let claims wait longer: claim_within, store_call_timeout";
 const UNDO: &str = "ROLLBACK TO SAVEPOINT idempotency_claim";
 
 /// A run with an open transaction: what the lease carries.
@@ -158,6 +162,11 @@ impl<DB: Backend> Core<DB> {
 
     pub(super) fn name(&self) -> &'static str {
         DB::STORE
+    }
+
+    /// Whoever has the one turn at a file is with its handler, or waits for the transaction of another process.
+    pub(super) fn holdup(&self) -> Option<&'static str> {
+        (!DB::REMOTE && self.0.line.is_full()).then_some(HELD)
     }
 
     pub(super) fn pool(&self) -> &Pool<DB> {
@@ -318,17 +327,26 @@ impl<DB: Backend> Core<DB> {
             );
             return undone;
         };
+        let cause = failure.as_ref().map(|failure| &*failure.cause).unwrap_or_default();
+        let key_id = key.in_logs();
         match failure.as_ref().map(|failure| failure.weight) {
-            Some(Weight::Lost) => {
-                open.abandon();
-                return Ended::Again;
-            }
-            Some(Weight::Conflict) => {
-                Box::pin(open.rollback()).await;
+            Some(weight @ (Weight::Lost | Weight::Conflict)) => {
+                tracing::info!(
+                    key = %key_id, cause,
+                    "a statement failed for the moment: everything is rolled back, and the request runs again, or \
+                     is told 503 after several times"
+                );
+                // One that does not answer cannot be told to roll back.
+                if weight == Weight::Lost {
+                    open.abandon();
+                } else {
+                    Box::pin(open.rollback()).await;
+                }
                 return Ended::Again;
             }
             // Whatever the handler made of it, it could not do its work.
             Some(Weight::Full) if matches!(end, End::Complete(_)) => {
+                tracing::error!(key = %key_id, cause, "a statement failed: everything is rolled back, and the request is told 503");
                 Box::pin(open.rollback()).await;
                 return Ended::Full;
             }
@@ -344,13 +362,16 @@ impl<DB: Backend> Core<DB> {
         let completion = match end {
             End::Complete(completion) if completion.writes != Writes::RollBack => completion,
             End::Complete(_) | End::RollBack => {
+                if failure.is_some() {
+                    tracing::warn!(key = %key_id, cause, "a statement failed, and so did its handler: everything is rolled back");
+                }
                 Box::pin(open.rollback()).await;
                 return undone;
             }
         };
-        if let (Writes::Keep, Some(failure)) = (completion.writes, &failure) {
+        if let (Writes::Keep, Some(_)) = (completion.writes, &failure) {
             tracing::error!(
-                key = %key.in_logs(), code = failure.code,
+                key = %key_id, cause,
                 "a statement failed and the handler answered as if it had not: everything is rolled back"
             );
             Box::pin(open.rollback()).await;

@@ -13,6 +13,7 @@ use sqlx::{Database, Either, Execute, Executor, SqlSafeStr as _, SqlStr};
 use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::timeout;
 
+use super::cause::in_words;
 use super::desk::Seat;
 use super::session::{Session, silent};
 use super::{Backend, Weight, weigh};
@@ -94,8 +95,8 @@ enum Slot<DB: Backend> {
 #[derive(Clone, Debug)]
 pub(super) struct Failure {
     pub(super) weight: Weight,
-    /// SQLSTATE, or SQLite's number. Never the statement, which may hold anything.
-    pub(super) code: Option<String>,
+    /// For the log.
+    pub(super) cause: Box<str>,
 }
 
 /// An open transaction, and what is given back when it ends.
@@ -184,7 +185,7 @@ impl<DB: Backend> Unit<DB> {
         if code.as_deref().is_some_and(DB::may_end) {
             self.doubted.store(true, Ordering::Release);
         }
-        let failure = Failure { weight, code: code.map(Into::into) };
+        let failure = Failure { weight, cause: in_words(error, weight).into() };
         let mut first = lock(&self.failure);
         // The first one is the cause: after it, PostgreSQL refuses everything with 25P02. Only the
         // loss of the connection says more.
@@ -315,8 +316,8 @@ impl<DB: Backend> Savepoint<'_, DB> {
 impl<DB: Backend> Drop for Savepoint<'_, DB> {
     fn drop(&mut self) {
         if !self.ended {
-            let failure = Failure { weight: Weight::Refused, code: None };
-            lock(&self.tx.unit.failure).get_or_insert(failure);
+            let cause = "a savepoint was dropped, and neither kept nor undone".into();
+            lock(&self.tx.unit.failure).get_or_insert(Failure { weight: Weight::Refused, cause });
         }
     }
 }

@@ -38,6 +38,10 @@ pub(in crate::store::redis) enum AddressError {
     )]
     Blank(Box<str>, &'static str),
     #[error(
+        "the address {0:?} has a blank or a line end in it: take it away; in a password a blank is written %20"
+    )]
+    BlankInside(Box<str>),
+    #[error(
         "an address begins with a scheme: redis://localhost:6379, or rediss://localhost:6379 for TLS"
     )]
     NoScheme,

@@ -14,6 +14,10 @@ pub(in crate::store::redis) fn find_slip(url: &str, has_tls: bool) -> Result<(),
         return Err(AddressError::Blank(shown(url).into(), end));
     }
     let Some((scheme, rest)) = url.split_once("://") else { return Err(AddressError::NoScheme) };
+    // The path of a socket may have one.
+    if !scheme.to_ascii_lowercase().ends_with("unix") && url.contains(char::is_whitespace) {
+        return Err(AddressError::BlankInside(shown(url).into()));
+    }
     let Some((scheme, server, kind)) = known(scheme) else {
         return Err(AddressError::UnknownScheme(sayable(scheme).into()));
     };
@@ -113,8 +117,24 @@ mod tests {
     }
 
     #[test]
+    fn a_blank_in_the_middle_is_told_and_no_password_is_shown() {
+        for url in [
+            "redis://u:s3cret@local host",
+            "redis://u:s3 cret@h:1",
+            "redis://h:1/0 redis://u:s3cret@h:1",
+            "redis+sentinel://u:s3cret@a, b/m",
+            "redis://u:s3cret@h:1?wait= 1",
+        ] {
+            let said = said(url);
+            assert!(said.contains("a blank or a line end in it: take it away"), "{url:?}: {said}");
+            assert!(!said.contains("s3"), "{said}");
+        }
+    }
+
+    #[test]
     fn what_is_right_is_no_slip() {
         for url in [
+            "unix:///run/my sockets/redis.sock",
             "redis://localhost",
             "redis://h:1/",
             "redis://u:p@ss:w@rd@h:1/2?protocol=resp3&wait=1",
