@@ -3,123 +3,23 @@
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on panics")]
 
+#[path = "support/spoken.rs"]
+mod spoken;
 mod support;
 
-use std::convert::Infallible;
-use std::future::Future;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use bytes::Bytes;
-use futures_util::FutureExt as _;
-use futures_util::future::{BoxFuture, join_all};
-use http::{Request, Response};
-use http_body_util::Full;
-use sqlx::postgres::{PgPool, PgPoolOptions};
+use futures_util::future::join_all;
+use spoken::{BOUNDED, CLAIM, CLOSE, EFFECTS, LOOK, PAY, TRIES, World, all_back, fits, pay, serve};
+use sqlx::postgres::PgPoolOptions;
 use sqlx::{Postgres, Sqlite};
 use support::breaking::Breaking;
-use support::frontend::Frontend;
-use support::postgres::PostgresServer;
 use tokio::sync::Semaphore;
-use tower::{Layer as _, ServiceExt as _, service_fn};
-use tower_idempotency::store::sql::{Backend, Tx, sqlx};
-use tower_idempotency::{
-    Config, Execution, IdempotencyLayer, PostgresStore, Scope, SqliteStore, Store,
-};
+use tower_idempotency::store::sql::{Tx, sqlx};
+use tower_idempotency::{PostgresStore, SqliteStore};
 use tracing::field::{Field, Visit};
 use tracing::{Event, Metadata, Subscriber, span};
-
-const EFFECTS: &str = "CREATE TABLE effects (id INTEGER)";
-const PAY: &str = "INSERT INTO effects VALUES (1)";
-const BOUNDED: Duration = Duration::from_secs(20);
-
-type Send = Arc<dyn Fn(&str) -> BoxFuture<'static, (u16, bool)> + std::marker::Send + Sync>;
-
-/// One process around whose handler a store stands. Answers with status and "is a replay".
-fn serve<DB, H, F>(store: impl Store, handler: H) -> Send
-where
-    DB: Backend,
-    H: Fn(Tx<DB>, String, u64) -> F + Clone + std::marker::Send + Sync + 'static,
-    F: Future<Output = u16> + std::marker::Send + 'static,
-{
-    let handler = service_fn(move |request: Request<Full<Bytes>>| {
-        let key = request.headers()["idempotency-key"].to_str().unwrap().to_owned();
-        let fence = request.extensions().get::<Execution>().unwrap().fence().number();
-        let handling = handler(Tx::take(request.extensions()).unwrap(), key, fence);
-        drop(request);
-        async move {
-            let status = handling.await;
-            let answer = Response::builder().status(status).body(Full::<Bytes>::default());
-            Ok::<_, Infallible>(answer.unwrap())
-        }
-    });
-    let config = Config::builder().scope(Scope::global()).build().unwrap();
-    let service = IdempotencyLayer::new(config, store).layer(handler);
-    Arc::new(move |key: &str| {
-        let request = Request::post("/pay").header("idempotency-key", key);
-        let request = request.body(Full::default()).unwrap();
-        let service = service.clone();
-        async move {
-            let answer = tokio::time::timeout(BOUNDED, service.oneshot(request)).await;
-            let answer = answer.expect("a bound").unwrap();
-            (answer.status().as_u16(), answer.headers().contains_key("idempotent-replayed"))
-        }
-        .boxed()
-    })
-}
-
-/// Pays; a key that begins so is declined.
-async fn pay(mut tx: Tx<Postgres>, key: String, _: u64) -> u16 {
-    match sqlx::query(PAY).execute(&mut tx).await {
-        Ok(_) if key.starts_with("declined") => 402,
-        Ok(_) => 201,
-        Err(_) => 500,
-    }
-}
-
-struct World {
-    server: Arc<PostgresServer>,
-    url: String,
-    watch: PgPool,
-    way: Frontend,
-    by_way: String,
-}
-
-impl World {
-    async fn new() -> Self {
-        let (server, url) = PostgresServer::shared();
-        let watch = PgPoolOptions::new().max_connections(3).connect(&url).await.unwrap();
-        PostgresStore::from_pool(watch.clone()).migrate().await.unwrap();
-        sqlx::raw_sql(EFFECTS).execute(&watch).await.unwrap();
-        let way = Frontend::to(server.port()).await;
-        let by_way = url.replace(&format!(":{}/", server.port()), &format!(":{}/", way.port()));
-        Self { server, url, watch, way, by_way }
-    }
-
-    async fn count(&self, sql: &'static str) -> i64 {
-        sqlx::query_scalar(sql).fetch_one(&self.watch).await.unwrap()
-    }
-
-    async fn effects(&self) -> i64 {
-        self.count("SELECT COUNT(*) FROM effects").await
-    }
-
-    async fn open_transactions(&self) -> i64 {
-        self.count(
-            "SELECT COUNT(*) FROM pg_stat_activity
-              WHERE state LIKE 'idle in transaction%' AND datname = current_database()",
-        )
-        .await
-    }
-}
-
-async fn all_back(pool: &PgPool) {
-    let end = Instant::now() + BOUNDED;
-    while pool.num_idle() < pool.size() as usize {
-        assert!(Instant::now() < end, "a connection did not come back");
-        tokio::time::sleep(Duration::from_millis(1)).await;
-    }
-}
 
 // ---- PostgreSQL
 
@@ -158,15 +58,6 @@ async fn a_fresh_request_is_four_messages_around_the_handlers_own_and_a_replay_i
     }
     let again = said("first", (201, true)).await;
     assert!(fits(&again, &[LOOK, back]), "{again:#?}");
-}
-
-/// How often a request may say more: a claim that took long on a busy machine writes its time anew, and a
-/// connection that was idle for long is asked if it is alive.
-const TRIES: usize = 50;
-
-fn fits(said: &[String], expected: &[&str]) -> bool {
-    said.len() == expected.len()
-        && said.iter().zip(expected).all(|(said, expected)| said.starts_with(expected))
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -328,168 +219,6 @@ async fn connections_are_handed_on_in_a_line_and_all_of_them_come_back() {
     assert_eq!((world.effects().await, world.open_transactions().await), (220, 0));
 }
 
-/// A store all of whose turns are taken, and one request that waits in the line for the connection of whoever took
-/// the last one.
-struct Line {
-    store: PostgresStore,
-    send: Send,
-    /// Lets whoever took the last turn go.
-    go: Arc<Semaphore>,
-    stay: Arc<Semaphore>,
-    begun: Arc<Semaphore>,
-    held: Vec<tokio::task::JoinHandle<(u16, bool)>>,
-}
-
-impl Line {
-    /// What the handler with the last turn says at its end.
-    async fn new(world: &World, round: usize, last: &'static str) -> Self {
-        let store = PostgresStore::connect(&world.by_way).await.unwrap();
-        let [begun, go, stay] = [0, 0, 0].map(|_| Arc::new(Semaphore::new(0)));
-        let (tell, gate, end) = (Arc::clone(&begun), Arc::clone(&go), Arc::clone(&stay));
-        let send = serve(store.clone(), move |mut tx: Tx<Postgres>, key, fence| {
-            let (tell, gate, end) = (Arc::clone(&tell), Arc::clone(&gate), Arc::clone(&end));
-            async move {
-                if key.starts_with("stay") {
-                    tell.add_permits(1);
-                    end.acquire().await.unwrap().forget();
-                } else if key.starts_with("last") {
-                    tell.add_permits(1);
-                    gate.acquire().await.unwrap().forget();
-                    sqlx::raw_sql(last).execute(&mut tx).await.unwrap();
-                }
-                pay(tx, key, fence).await
-            }
-        });
-        let turns = store.pool().options().get_max_connections() - 1;
-        let warm = |n| send(&format!("warm-{round}-{n}"));
-        drop(join_all((0..turns).map(warm)).await);
-        all_back(store.pool()).await;
-        let stays = |n| tokio::spawn(send(&format!("stay-{round}-{n}")));
-        let held = (1..turns).map(stays).collect();
-        begun.acquire_many(turns - 1).await.unwrap().forget();
-        Self { store, send, go, stay, begun, held }
-    }
-
-    /// Sends one that takes the last turn, and one that waits for it. A connection that has been out of its pool for
-    /// long is not handed on, so that this should be quick.
-    async fn wait(&mut self, key: &str) -> tokio::task::JoinHandle<(u16, bool)> {
-        self.held.push(tokio::spawn((self.send)(&format!("last-{key}"))));
-        self.begun.acquire().await.unwrap().forget();
-        let sent = tokio::spawn((self.send)(key));
-        // A look beside the line may have found an answer already.
-        while !format!("{:?}", self.store).contains("waiting: 1") && !sent.is_finished() {
-            tokio::task::yield_now().await;
-        }
-        sent
-    }
-
-    async fn end(self) {
-        self.stay.add_permits(self.held.len());
-        assert!(join_all(self.held).await.into_iter().all(|told| told.unwrap() == (201, false)));
-        all_back(self.store.pool()).await;
-        self.store.pool().close().await;
-    }
-}
-
-const RECORDS: &str = "SELECT COUNT(*) FROM idempotency_records";
-const LOOK: &str = "SELECT floor(";
-const CLOSE: &str = "UPDATE idempotency_records";
-const CLAIM: &str =
-    "BEGIN ISOLATION LEVEL READ COMMITTED; SET LOCAL lock_timeout = 100; EXECUTE tower_";
-
-/// Whoever took longer than a connection is handed on, on a busy machine, did not see the case.
-async fn until_seen(what: &str, mut round: impl AsyncFnMut(usize) -> bool) {
-    for n in 0..TRIES {
-        let seen = tokio::time::timeout(BOUNDED, round(n)).await;
-        if seen.unwrap_or_else(|_| panic!("{what}: hangs in round {n}")) {
-            return;
-        }
-    }
-    panic!("{what}: never seen");
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn with_a_connection_that_is_handed_on_a_new_key_is_claimed_without_a_look() {
-    let world = World::new().await;
-    until_seen("a claim without a look", async |round| {
-        let mut line = Line::new(&world, round, "SELECT 1").await;
-        let sent = line.wait(&format!("k{round}")).await;
-        drop(world.way.said());
-        line.go.add_permits(1);
-        assert_eq!(sent.await.unwrap(), (201, false));
-        let said = world.way.said();
-        line.end().await;
-        // The other one's end, and then its own.
-        fits(
-            &said[..8.min(said.len())],
-            &["SELECT 1", PAY, CLOSE, "COMMIT", CLAIM, PAY, CLOSE, "COMMIT"],
-        )
-    })
-    .await;
-    assert_eq!(world.open_transactions().await, 0);
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_claim_without_a_look_of_a_key_that_has_its_answer_replays_it() {
-    let world = World::new().await;
-    let first = serve(PostgresStore::from_pool(world.watch.clone()), pay);
-    until_seen("a claim without a look", async |round| {
-        let key = format!("k{round}");
-        assert_eq!(first(&key).await, (201, false));
-        let mut line = Line::new(&world, round, "SELECT 1").await;
-        let sent = line.wait(&key).await;
-        drop(world.way.said());
-        line.go.add_permits(1);
-        assert_eq!(sent.await.unwrap(), (201, true));
-        let said = world.way.said();
-        line.end().await;
-        fits(said.get(4..7).unwrap_or_default(), &[CLAIM, "ROLLBACK", LOOK])
-    })
-    .await;
-    assert_eq!(world.open_transactions().await, 0);
-    assert_eq!(world.effects().await, world.count(RECORDS).await, "one effect a key");
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_connection_that_is_handed_on_and_dead_or_not_able_costs_no_request() {
-    let world = World::new().await;
-    let mut watch = world.watch.acquire().await.unwrap();
-    let end = "SELECT COUNT(pg_terminate_backend(pid)) FROM pg_stat_activity
-                WHERE datname = current_database() AND pid <> pg_backend_pid()
-                  AND state = 'idle' AND query = 'COMMIT'";
-    until_seen("a dead connection", async |round| {
-        let mut line = Line::new(&world, round, "SELECT 1").await;
-        let sent = line.wait(&format!("k{round}")).await;
-        drop(world.way.said());
-        let gate = world.way.hold(CLAIM);
-        line.go.add_permits(1);
-        world.way.held().await;
-        let said = world.way.said();
-        let ended: i64 = sqlx::query_scalar(end).fetch_one(&mut *watch).await.unwrap();
-        gate.add_permits(1);
-        assert_eq!(sent.await.unwrap(), (201, false));
-        line.end().await;
-        ended > 0 && fits(&said, &["SELECT 1", PAY, CLOSE, "COMMIT", CLAIM])
-    })
-    .await;
-    until_seen("a session that was reset", async |round| {
-        let mut line =
-            Line::new(&world, round + TRIES, "DEALLOCATE tower_idempotency_claim_3").await;
-        let sent = line.wait(&format!("k{}", round + TRIES)).await;
-        drop(world.way.said());
-        line.go.add_permits(1);
-        assert_eq!(sent.await.unwrap(), (201, false));
-        let said = world.way.said();
-        line.end().await;
-        fits(said.get(4..6).unwrap_or_default(), &[CLAIM, "ROLLBACK"])
-            && said.iter().any(|said| said.contains("PREPARE tower_idempotency_claim_3 "))
-    })
-    .await;
-    drop(watch);
-    assert_eq!(world.open_transactions().await, 0);
-    assert_eq!(world.effects().await, world.count(RECORDS).await, "one effect a key");
-}
-
 // ---- SQLite
 
 /// What the driver says it has run, from its threads.
@@ -647,4 +376,41 @@ async fn the_connection_that_writes_is_one_beside_the_pool_and_goes_with_it() {
         drop((pool, send));
         gone(how).await;
     }
+}
+
+/// A second store on the file is as a second process: its look sees nothing, and its BEGIN waits for the first one.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn whoever_loses_the_race_behind_its_look_replays_the_winners_answer_in_sqlite() {
+    let folder = tempfile::tempdir().unwrap();
+    let (begun, go) = (Arc::new(Semaphore::new(0)), Arc::new(Semaphore::new(0)));
+    let mut sends = Vec::new();
+    for _ in 0..2 {
+        let store = SqliteStore::open(folder.path().join("test.db")).await.unwrap();
+        store.migrate().await.unwrap();
+        let (tell, wait) = (Arc::clone(&begun), Arc::clone(&go));
+        sends.push(serve(store, move |mut tx: Tx<Sqlite>, _, _| {
+            let (tell, wait) = (Arc::clone(&tell), Arc::clone(&wait));
+            async move {
+                tell.add_permits(1);
+                wait.acquire().await.unwrap().forget();
+                sqlx::query("CREATE TABLE IF NOT EXISTS effects (id)")
+                    .execute(&mut tx)
+                    .await
+                    .unwrap();
+                sqlx::query(PAY).execute(&mut tx).await.map_or(500, |_| 201)
+            }
+        }));
+    }
+    for round in 0..10 {
+        let key = format!("k{round}");
+        let first = tokio::spawn(sends[round % 2](&key));
+        begun.acquire().await.unwrap().forget();
+        let second = tokio::spawn(sends[1 - round % 2](&key));
+        // Nothing tells that it waits.
+        tokio::time::sleep(Duration::from_millis(10)).await;
+        go.add_permits(1);
+        assert_eq!(first.await.unwrap(), (201, false), "{round}");
+        assert_eq!(second.await.unwrap(), (201, true), "{round}");
+    }
+    assert_eq!(begun.available_permits(), 0, "a handler ran twice");
 }

@@ -202,18 +202,14 @@ impl<DB: Backend> Core<DB> {
             Ok(Opened::Taken) => return Ok(First::Not),
             Err(error) => {
                 return match weigh::<DB>(&error) {
-                    // A snapshot that does not see who was there first.
-                    Weight::Conflict => Ok(First::Not),
+                    // Somebody was there first, behind the look or behind a snapshot that does not see it.
+                    Weight::Constraint | Weight::Conflict => Ok(First::Not),
                     // The session may have been reset. Whatever else it is, the longer way says it too.
                     Weight::Refused => {
                         Box::pin(session.rollback()).await;
                         Box::pin(session.enable(opening)).await.map(|_| First::Not)
                     }
-                    Weight::Constraint
-                    | Weight::Locked
-                    | Weight::Lost
-                    | Weight::Unreached
-                    | Weight::Full => Err(error),
+                    Weight::Locked | Weight::Lost | Weight::Unreached | Weight::Full => Err(error),
                 };
             }
         };

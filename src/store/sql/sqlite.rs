@@ -32,7 +32,7 @@ CREATE TABLE IF NOT EXISTS idempotency_records (
     CHECK (substr(record, 1, 1) <> x'01'
            OR (length(record) >= 84
                AND (state = 4 OR hex(substr(record, 2, 1)) = printf('%02X', state))))
-) WITHOUT ROWID;
+);
 CREATE INDEX IF NOT EXISTS idempotency_records_expires_at ON idempotency_records (expires_at);
 -- what nobody has settled, for operators; of a list of states SQLite makes a table for each row that is written
 CREATE INDEX IF NOT EXISTS idempotency_records_unsettled
