@@ -115,9 +115,8 @@ const PEEK: &str = "
 /// * `$7`: how long the handler's statements wait for a lock. What is returned is made when the row is there, and so
 ///   behind the claim's own wait. (How long that may be is said before, since the table is locked before anything of
 ///   this is run.)
-/// * Warnings are to be told, since a COMMIT may come with one.
-/// * Dead clients and lines are noticed, see [`notice_dead_clients`] and [`notice_dead_lines`]: once a session in a
-///   pool of our own, and here in others.
+/// * Warnings are to be told, since a COMMIT may come with one ([`TELL_WARNINGS`]), and dead clients and lines are noticed
+///   ([`notice_dead_clients`], [`notice_dead_lines`]): once a session in a pool of our own, and here in others.
 ///
 /// Whoever is there already is a row less.
 fn claim(name: &str, notices: &str) -> String {
@@ -126,8 +125,7 @@ fn claim(name: &str, notices: &str) -> String {
          INSERT INTO idempotency_records (storage_key, state, record, expires_at) \
          SELECT $1, $2, $3, floor(extract(epoch FROM clock_timestamp()) * 1000)::bigint + $4 \
           WHERE set_config('idle_in_transaction_session_timeout', $5, true) IS NOT NULL \
-            AND set_config('statement_timeout', $6, true) IS NOT NULL \
-            AND set_config('client_min_messages', 'warning', true) IS NOT NULL{notices} \
+            AND set_config('statement_timeout', $6, true) IS NOT NULL{notices} \
          ON CONFLICT DO NOTHING \
          RETURNING expires_at, set_config('lock_timeout', $7, true)"
     )
@@ -138,8 +136,12 @@ const CLAIM: &str = "tower_idempotency_claim_3";
 /// And in pools that somebody else has made.
 const CLAIM_AND_NOTICE: &str = "tower_idempotency_claim_3n";
 
-/// What [`notice_dead_clients`] and [`notice_dead_lines`] say, as conditions that are always true.
+/// A COMMIT that was kept from waiting for its standby comes with one.
+const TELL_WARNINGS: &str = "SET client_min_messages = warning";
+
+/// What [`TELL_WARNINGS`], [`notice_dead_clients`] and [`notice_dead_lines`] say, as conditions that are always true.
 const NOTICES: &str = "
+       AND set_config('client_min_messages', 'warning', true) IS NOT NULL
        AND CASE WHEN current_setting('client_connection_check_interval', true) = '0'
                  AND version() LIKE '%linux%'
                 THEN set_config('client_connection_check_interval', '250', true) IS NOT NULL
@@ -544,7 +546,9 @@ impl PostgresStoreBuilder {
         let turns = pool.options().get_max_connections().saturating_sub(1).max(1) as usize;
         let lease = lease(pool.clone());
         // Only sessions that nobody else has are set for good.
-        let notices = [notice_dead_clients(false), notice_dead_lines(false)].map(AssertSqlSafe);
+        let notices =
+            [TELL_WARNINGS.to_owned(), notice_dead_clients(false), notice_dead_lines(false)]
+                .map(AssertSqlSafe);
         let (name, settings, notices) = match handing {
             Handing::On => (CLAIM, notices.map(SqlSafeStr::into_sql_str).into(), ""),
             Handing::Off | Handing::Kept => (CLAIM_AND_NOTICE, Box::default(), NOTICES),
