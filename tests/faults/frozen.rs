@@ -14,9 +14,9 @@ use crate::sandbox::{Answer, Call, Connection, Sandbox};
 use crate::site::{Site, USUAL, is, is_paid, sleep};
 
 /// In their handlers, when it freezes; and longer than the rest takes until then.
-const RUNNING: (usize, &str) = (100, "tok_charge_then_slow_8000");
+const RUNNING: (usize, &str) = (100, "tok_charge_then_slow_12000");
 /// Whose handlers have ended: what is in flight is the completion.
-const COMPLETING: (usize, &str) = (50, "tok_charge_then_slow_4000");
+const COMPLETING: (usize, &str) = (50, "tok_charge_then_slow_7000");
 /// Twins of the running ones at the other server.
 const WAITING: usize = 50;
 const CLAIMING: usize = 300;
@@ -87,7 +87,7 @@ async fn a_redis_frozen_under_load_ends_every_request_within_bounds_and_recovers
         .await;
     // Before these handlers end, and not much before: a
     // twin that asks meanwhile is given up after a second and a half.
-    tokio::time::sleep_until((charged + Duration::from_millis(3_200)).into()).await;
+    tokio::time::sleep_until((charged + Duration::from_millis(6_200)).into()).await;
     // First no write is answered, which lets every request come to where it waits for one: this is no
     // moment at which a server could be caught.
     site.redis.cli(&["client", "pause", "600000", "write"]);
