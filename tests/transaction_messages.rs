@@ -16,8 +16,8 @@ use sqlx::postgres::PgPoolOptions;
 use sqlx::{Postgres, Sqlite};
 use support::breaking::Breaking;
 use tokio::sync::Semaphore;
-use tower_idempotency::store::sql::{Tx, sqlx};
-use tower_idempotency::{PostgresStore, SqliteStore};
+use tower_idempotency::store::sql::{Backend, Tx, sqlx};
+use tower_idempotency::{PostgresStore, SqliteStore, Store};
 use tracing::field::{Field, Visit};
 use tracing::{Event, Metadata, Subscriber, span};
 
@@ -413,4 +413,77 @@ async fn whoever_loses_the_race_behind_its_look_replays_the_winners_answer_in_sq
         assert_eq!(second.await.unwrap(), (201, true), "{round}");
     }
     assert_eq!(begun.available_permits(), 0, "a handler ran twice");
+}
+
+/// Three processes that want one key, and whose handlers all come to nothing: whoever runs later has no lower fence,
+/// though it may have asked sooner. (A claim that waits for less than 10 ms does not ask what time it is.)
+async fn whoever_runs_later_has_no_lower_fence<DB: Backend>(stores: [impl Store; 3])
+where
+    Tx<DB>: Send,
+{
+    let fences = Arc::new(Mutex::new(Vec::new()));
+    let (begun, go) = (Arc::new(Semaphore::new(0)), Arc::new(Semaphore::new(0)));
+    let sends = stores.map(|store| {
+        let (noted, tell, wait) = (Arc::clone(&fences), Arc::clone(&begun), Arc::clone(&go));
+        serve(store, move |_: Tx<DB>, key, fence| {
+            noted.lock().unwrap().push((key.clone(), fence));
+            let (tell, wait) = (Arc::clone(&tell), Arc::clone(&wait));
+            async move {
+                if key != "before" {
+                    tell.add_permits(1);
+                    wait.acquire().await.unwrap().forget();
+                }
+                500
+            }
+        })
+    });
+    for send in &sends {
+        send("before").await;
+    }
+    let mut all = 0;
+    for round in 0..20 {
+        let key = format!("k{round}");
+        let first = tokio::spawn(sends[0](&key));
+        begun.acquire().await.unwrap().forget();
+        let mut later = Vec::new();
+        for send in &sends[1..] {
+            later.push(tokio::spawn(send(&key)));
+            // Nothing tells that it waits.
+            tokio::time::sleep(Duration::from_millis(12)).await;
+        }
+        go.add_permits(3);
+        first.await.unwrap();
+        drop(join_all(later).await);
+        go.forget_permits(3);
+        begun.forget_permits(3);
+        let mut fences = fences.lock().unwrap();
+        fences.retain(|(of, _)| *of == key);
+        all += fences.len();
+        assert!(fences.is_sorted_by(|before, after| before.1 < after.1 + 10), "{fences:?}");
+    }
+    assert!(all > 40, "{all} of 60 runs");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn whoever_runs_later_has_no_lower_fence_in_postgres() {
+    let world = World::new().await;
+    let mut stores = Vec::new();
+    for _ in 0..3 {
+        stores.push(PostgresStore::connect(&world.url).await.unwrap());
+    }
+    let stores = <[PostgresStore; 3]>::try_from(stores).unwrap();
+    whoever_runs_later_has_no_lower_fence::<Postgres>(stores).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn whoever_runs_later_has_no_lower_fence_in_sqlite() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut stores = Vec::new();
+    for _ in 0..3 {
+        let store = SqliteStore::open(folder.path().join("test.db")).await.unwrap();
+        store.migrate().await.unwrap();
+        stores.push(store);
+    }
+    let stores = <[SqliteStore; 3]>::try_from(stores).unwrap();
+    whoever_runs_later_has_no_lower_fence::<Sqlite>(stores).await;
 }

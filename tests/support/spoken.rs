@@ -1,5 +1,7 @@
 //! Services around transactional stores whose messages to PostgreSQL are written down.
 
+#![allow(dead_code, reason = "each test program uses a part of it")]
+
 use std::convert::Infallible;
 use std::future::Future;
 use std::sync::Arc;

@@ -12,7 +12,8 @@ use super::session::{ANSWER_WITHIN, Session, bounded};
 use super::transactional::{Claimed, Clock, Core, HELD, Running};
 use super::tx::{Open, Unit};
 use super::{
-    Backend, Found, Opened, Opening, Peeked, Row, Weight, maybe_done, moment, not_done, step, weigh,
+    Backend, Found, Lock, Opened, Opening, Peeked, Row, Weight, maybe_done, moment, not_done, step,
+    weigh,
 };
 use crate::error::{StoreError, StoreErrorKind};
 use crate::record::{self, Change, Claim, ClaimOutcome, Current, Grant, Millis, Step};
@@ -31,6 +32,15 @@ enum First {
     Found(Found),
     /// Somebody has the key, or it cannot be done in one message.
     Not,
+}
+
+impl First {
+    /// With a row that was written at this moment.
+    fn run(row: Row, made: Millis, clock: Clock) -> Self {
+        let Row { record, expires, .. } = row;
+        let expires = expires.unwrap_or_default();
+        Self::Run(Grant::first(made), Claimed { record, expires, clock })
+    }
 }
 
 impl<DB: Backend> Core<DB> {
@@ -193,7 +203,7 @@ impl<DB: Backend> Core<DB> {
         claim: &Claim,
         here: Option<Millis>,
     ) -> sqlx::Result<First> {
-        let Some(row) = first_row(key, claim, here) else { return Ok(First::Not) };
+        let Some(mut row) = first_row(key, claim, here) else { return Ok(First::Not) };
         let opening = &self.shared().texts.opening;
         let asked = Instant::now();
         let told = match session.open(opening, &row).await {
@@ -213,25 +223,26 @@ impl<DB: Backend> Core<DB> {
                 };
             }
         };
-        let (grant, claimed) = match (here, told) {
-            (Some(now), _) => claimed_by(row, now),
+        let clock = match (here, told) {
+            (Some(now), _) => Clock { at: now, read: asked },
+            // Read a little later than that.
             (None, Some(expires)) => {
-                let kept = row.expires.unwrap_or_default();
-                let made = moment(expires.saturating_sub(kept));
-                claimed_by(Row { expires: Some(expires), ..row }, made)
+                let kept = row.expires.replace(expires).unwrap_or_default();
+                Clock { at: moment(expires.saturating_sub(kept)), read: asked }
             }
             (None, None) => return Err(sqlx::Error::RowNotFound),
         };
         session.expect_new(true);
         if asked.elapsed() <= CLAIM_FRESH {
-            return Ok(First::Run(grant, claimed));
+            return Ok(First::run(row, clock.at, clock));
         }
-        // It waited for somebody who may have claimed later than this claim says, with a higher fence.
-        let now = claimed.clock.now();
+        // It waited for somebody who may have claimed later than this claim says, with a higher fence. Only the
+        // database knows what its clock says behind the wait.
+        let now = Box::pin(session.now(key)).await?;
+        let clock = Clock { at: now, read: Instant::now() };
         let Some(row) = first_row(key, claim, Some(now)) else { return Ok(First::Not) };
-        let (grant, claimed) = claimed_by(row.clone(), now);
-        match Box::pin(session.rewrite(row)).await? {
-            1 => Ok(First::Run(grant, claimed)),
+        match Box::pin(session.rewrite(row.clone())).await? {
+            1 => Ok(First::run(row, now, clock)),
             _ => Err(sqlx::Error::RowNotFound),
         }
     }
@@ -367,6 +378,13 @@ impl<DB: Backend> Session<DB> {
         }
     }
 
+    /// What the database's clock says.
+    async fn now(&mut self, key: StorageKey) -> sqlx::Result<Millis> {
+        let look = async { DB::look(self.connection()?, key, Lock::None).await };
+        let looked = bounded::<DB, _>(ANSWER_WITHIN, look).await;
+        self.seen(looked).map(|found| moment(found.now))
+    }
+
     async fn rewrite(&mut self, row: Row) -> sqlx::Result<u64> {
         let update = async { DB::update(self.connection()?, row).await };
         let updated = bounded::<DB, _>(ANSWER_WITHIN, update).await;
@@ -387,13 +405,6 @@ fn first_row(key: StorageKey, claim: &Claim, here: Option<Millis>) -> Option<Row
         Change::Write { record, .. } => Some(Row::to_complete(key, &record, now, &claim.terms)),
         Change::Keep | Change::Remove => None,
     }
-}
-
-/// What comes of a row that was written at this moment.
-fn claimed_by(row: Row, made: Millis) -> (Grant, Claimed) {
-    let Row { record, expires, .. } = row;
-    let expires = expires.unwrap_or_default();
-    (Grant::first(made), Claimed { record, expires, clock: Clock::at(made) })
 }
 
 /// What is known of a key without claiming it, if that is an answer.

@@ -90,11 +90,6 @@ pub(super) struct Clock {
 }
 
 impl Clock {
-    /// It has just been read.
-    pub(super) fn at(at: Millis) -> Self {
-        Self { at, read: Instant::now() }
-    }
-
     pub(super) fn now(&self) -> Millis {
         let since = u64::try_from(self.read.elapsed().as_millis()).unwrap_or(u64::MAX);
         Millis(self.at.0.saturating_add(since))
