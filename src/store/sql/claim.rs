@@ -49,7 +49,17 @@ impl<DB: Backend> Core<DB> {
         let acquire = || Session::acquire(self.pool()).boxed();
         // An answer that stands already needs no turn.
         let look = |acquired: sqlx::Result<Session<DB>>| {
-            let looked = async { acquired?.peek(key, ANSWER_WITHIN).await };
+            let looked = async {
+                let mut session = acquired?;
+                match session.peek(key, ANSWER_WITHIN).await {
+                    // Nothing has happened on it, and there are others.
+                    Err(error) if DB::is_bare(&error) => {
+                        session.close();
+                        acquire().await?.peek(key, ANSWER_WITHIN).await
+                    }
+                    peeked => peeked,
+                }
+            };
             let answer = looked.map(|peeked| match peeked {
                 Ok(peeked) => stands(&peeked.found, &claim).map(Ok),
                 Err(error) => Some(Err(failed(error))),
