@@ -96,6 +96,27 @@ async fn a_session_that_has_lost_what_the_driver_prepared_costs_no_request() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_session_that_a_handler_has_made_read_only_costs_one_request() {
+    let world = World::new().await;
+    let pool = PgPoolOptions::new().max_connections(1).connect(&world.by_way).await.unwrap();
+    let store = PostgresStore::from_pool(pool.clone());
+    let send = serve(store, |mut tx: Tx<Postgres>, key: String, fence| async move {
+        if key == "leaves" {
+            let read_only = "SET default_transaction_read_only = on";
+            sqlx::raw_sql(read_only).execute(&mut tx).await.unwrap();
+        }
+        pay(tx, key, fence).await
+    });
+    assert_eq!(send("leaves").await, (201, false));
+    all_back(&pool).await;
+    send("one").await;
+    for key in ["next", "later"] {
+        assert_eq!(send(key).await, (201, false), "{key}");
+    }
+    assert_eq!(world.open_transactions().await, 0);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn connections_that_have_died_in_the_pool_cost_no_request() {
     let world = World::new().await;
     let store = PostgresStore::connect(&world.url).await.unwrap();

@@ -92,6 +92,10 @@ impl<DB: Backend> Core<DB> {
                         return Ok(outcome);
                     }
                     let first = self.seen(&mut session, key, &claim, &peeked).await;
+                    // It could be written on before: a handler may have made it read-only.
+                    if peeked.able && first.as_ref().is_err_and(is_unwritable::<DB>) {
+                        session.close();
+                    }
                     (session, first)
                 }
             },
@@ -388,6 +392,10 @@ impl<DB: Backend> Session<DB> {
 /// `PRAGMA query_only`.
 fn is_unfit<DB: Backend>(error: &sqlx::Error) -> bool {
     DB::here().is_some() && weigh::<DB>(error) == Weight::Refused
+}
+
+fn is_unwritable<DB: Backend>(error: &sqlx::Error) -> bool {
+    weigh::<DB>(error) == Weight::Unreached && error.as_database_error().is_some()
 }
 
 /// What is written for the first claim of a key, by the clock of this process, or one that only the database knows.
