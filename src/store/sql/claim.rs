@@ -227,23 +227,25 @@ impl<DB: Backend> Core<DB> {
                 };
             }
         };
-        let (grant, claimed) = match (here, told) {
-            (Some(now), _) => claimed_by(row, now),
+        let (row, made) = match (here, told) {
+            (Some(now), _) => (row, now),
             (None, Some(expires)) => {
                 let kept = row.expires.unwrap_or_default();
-                let made = moment(expires.saturating_sub(kept));
-                claimed_by(Row { expires: Some(expires), ..row }, made)
+                (Row { expires: Some(expires), ..row }, moment(expires.saturating_sub(kept)))
             }
             (None, None) => return Err(sqlx::Error::RowNotFound),
         };
         session.expect_new(true);
         if asked.elapsed() <= CLAIM_FRESH {
+            let (grant, claimed) = claimed_by(row, Clock { at: made, read: asked });
             return Ok(First::Run(grant, claimed));
         }
-        // It waited for somebody who may have claimed later than this claim says, with a higher fence.
-        let now = claimed.clock.now();
+        // It waited for somebody who may have claimed later than this claim says, with a higher fence; and an answer would
+        // be kept for its retention from before the wait. So the time is asked for again, now that the key is ours.
+        let asked = Instant::now();
+        let now = moment(session.peek(key, ANSWER_WITHIN).await?.found.now);
         let Some(row) = first_row(key, claim, Some(now)) else { return Ok(First::Not) };
-        let (grant, claimed) = claimed_by(row.clone(), now);
+        let (grant, claimed) = claimed_by(row.clone(), Clock { at: now, read: asked });
         match Box::pin(session.rewrite(row)).await? {
             1 => Ok(First::Run(grant, claimed)),
             _ => Err(sqlx::Error::RowNotFound),
@@ -407,11 +409,11 @@ fn first_row(key: StorageKey, claim: &Claim, here: Option<Millis>) -> Option<Row
     }
 }
 
-/// What comes of a row that was written at this moment.
-fn claimed_by(row: Row, made: Millis) -> (Grant, Claimed) {
+/// What comes of a row that was written at the moment that this clock was read.
+fn claimed_by(row: Row, clock: Clock) -> (Grant, Claimed) {
     let Row { record, expires, .. } = row;
     let expires = expires.unwrap_or_default();
-    (Grant::first(made), Claimed { record, expires, clock: Clock::at(made) })
+    (Grant::first(clock.at), Claimed { record, expires, clock })
 }
 
 /// What is known of a key without claiming it, if that is an answer.

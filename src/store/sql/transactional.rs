@@ -82,7 +82,8 @@ pub(super) struct Claimed {
     pub(super) clock: Clock,
 }
 
-/// The database's clock, as it was read, and how long ago.
+/// The database's clock, as it was read, and how long ago: from when it was asked for, since what is kept too long harms
+/// nobody.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Clock {
     pub(super) at: Millis,
@@ -90,11 +91,6 @@ pub(super) struct Clock {
 }
 
 impl Clock {
-    /// It has just been read.
-    pub(super) fn at(at: Millis) -> Self {
-        Self { at, read: Instant::now() }
-    }
-
     pub(super) fn now(&self) -> Millis {
         let since = u64::try_from(self.read.elapsed().as_millis()).unwrap_or(u64::MAX);
         Millis(self.at.0.saturating_add(since))
