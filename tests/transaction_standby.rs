@@ -136,10 +136,19 @@ async fn what_handlers_set_hides_no_cancelled_wait_for_the_standby() {
     // Said by the payment's own handler, or by an earlier one on the same connection.
     for (earlier, own) in [("SELECT 1", QUIET), (QUIET, "SELECT 1")] {
         let (primary, standby, pool) = synchronous().await;
-        let store = PostgresStore::connect(&primary.url()).await.unwrap();
-        let layer = IdempotencyLayer::new(config().build().unwrap(), store.clone());
-        assert_eq!(pay_and(&layer, "earlier", earlier).await, (201, false));
-        until("the connection", async || store.pool().num_idle() == 1).await;
+        // A COMMIT that is slow is asked after on a second connection.
+        let (mut layer, mut paid) = (None, 0);
+        until("a payment on the only connection", async || {
+            let store = PostgresStore::connect(&primary.url()).await.unwrap();
+            let made = IdempotencyLayer::new(config().build().unwrap(), store.clone());
+            paid += 1;
+            assert_eq!(pay_and(&made, &format!("earlier-{paid}"), earlier).await, (201, false));
+            until("all connections", async || store.pool().num_idle() > 0).await;
+            layer = Some(made);
+            store.pool().size() == 1
+        })
+        .await;
+        let layer = layer.unwrap();
         standby.freeze();
         let paying = {
             let layer = layer.clone();
@@ -148,7 +157,7 @@ async fn what_handlers_set_hides_no_cancelled_wait_for_the_standby() {
         until("the wait for the standby", async || !waiting(&primary).is_empty()).await;
         let backend = waiting(&primary);
         assert_eq!(primary.psql(&format!("SELECT pg_cancel_backend({backend})")), "t");
-        until("the local commit", async || both(&pool).await == (2, 2)).await;
+        until("the local commit", async || both(&pool).await == (paid + 1, paid + 1)).await;
         assert_eq!(
             paying.await.unwrap(),
             (503, false),
