@@ -15,7 +15,7 @@ use super::{
     Backend, Found, Opened, Opening, Peeked, Row, Weight, maybe_done, moment, not_done, step, weigh,
 };
 use crate::error::{StoreError, StoreErrorKind};
-use crate::record::{self, Change, Claim, ClaimOutcome, Current, Grant, Millis, Step};
+use crate::record::{self, Change, Claim, ClaimOutcome, Current, Expires, Grant, Millis, Step};
 use crate::scope::StorageKey;
 use crate::store::Lease;
 
@@ -261,7 +261,16 @@ impl<DB: Backend> Core<DB> {
     ) -> Result<ClaimOutcome<Lease>, StoreError> {
         let claimed = async {
             let connection = open.session()?.connection()?;
-            let verb = |current, now| record::claim(current, now, &claim);
+            let verb = |current, now: Millis| {
+                let mut step = record::claim(current, now, &claim);
+                // Its row was to be completed by its own transaction, and so is kept no longer than an answer.
+                if let (ClaimOutcome::Indeterminate(_), Change::Write { expires, .. }) =
+                    (&step.outcome, &mut step.change)
+                {
+                    *expires = Expires::At(now.after(claim.terms.unknown_retention));
+                }
+                step
+            };
             let outcome = step::<DB, _>(connection, key, &verb).await?;
             if let ClaimOutcome::Acquired(_) = &outcome {
                 DB::run(connection, self.shared().texts.claimed.clone()).await?;
