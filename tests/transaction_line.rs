@@ -173,3 +173,19 @@ async fn a_connection_that_is_handed_on_and_dead_or_not_able_costs_no_request() 
     assert_eq!(world.open_transactions().await, 0);
     assert_eq!(world.effects().await, world.count(RECORDS).await, "one effect a key");
 }
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_look_beside_the_line_on_a_session_that_has_lost_what_was_prepared_costs_no_request() {
+    let world = World::new().await;
+    let mut line = Line::new(&world, 0, "SELECT 1").await;
+    line.held.push(tokio::spawn((line.send)("stay-last")));
+    line.begun.acquire().await.unwrap().forget();
+    // The one connection that is kept out of the turns.
+    assert_eq!((line.send)("warm-0-0").await, (201, true));
+    for reset in ["DEALLOCATE ALL", "DISCARD ALL"] {
+        sqlx::raw_sql(reset).execute(line.store.pool()).await.unwrap();
+        assert_eq!((line.send)("warm-0-1").await, (201, true), "{reset}");
+    }
+    line.end().await;
+    assert_eq!(world.open_transactions().await, 0);
+}

@@ -8,7 +8,7 @@ mod spoken;
 mod support;
 
 use std::sync::{Arc, Mutex};
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use futures_util::future::join_all;
 use spoken::{BOUNDED, CLAIM, CLOSE, EFFECTS, LOOK, PAY, TRIES, World, all_back, fits, pay, serve};
@@ -93,6 +93,27 @@ async fn a_session_that_has_lost_what_the_driver_prepared_costs_no_request() {
         assert_eq!(send(&format!("after-{n}")).await, (201, false), "{reset}");
     }
     assert_eq!((world.effects().await, world.open_transactions().await), (3, 0));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_session_that_a_handler_has_made_read_only_costs_one_request() {
+    let world = World::new().await;
+    let pool = PgPoolOptions::new().max_connections(1).connect(&world.by_way).await.unwrap();
+    let store = PostgresStore::from_pool(pool.clone());
+    let send = serve(store, |mut tx: Tx<Postgres>, key: String, fence| async move {
+        if key == "leaves" {
+            let read_only = "SET default_transaction_read_only = on";
+            sqlx::raw_sql(read_only).execute(&mut tx).await.unwrap();
+        }
+        pay(tx, key, fence).await
+    });
+    assert_eq!(send("leaves").await, (201, false));
+    all_back(&pool).await;
+    send("one").await;
+    for key in ["next", "later"] {
+        assert_eq!(send(key).await, (201, false), "{key}");
+    }
+    assert_eq!(world.open_transactions().await, 0);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -193,11 +214,19 @@ async fn a_claim_that_waited_for_one_that_came_to_nothing_has_the_higher_fence()
     while world.count(waits).await == 0 && !sent.is_finished() {
         tokio::task::yield_now().await;
     }
+    // Long enough not to be taken for a claim that waited for nobody.
+    tokio::time::sleep(Duration::from_millis(20)).await;
+    let now = "SELECT floor(extract(epoch FROM clock_timestamp()) * 1000)::bigint";
+    let undone = u64::try_from(world.count(now).await).unwrap();
     undo.add_permits(1);
     assert_eq!(failed.await.unwrap().0, 500);
     assert_eq!(sent.await.unwrap(), (201, false));
     let fences = fences.lock().unwrap().clone();
     assert!(fences.len() >= 2 && fences.is_sorted_by(|before, after| before < after), "{fences:?}");
+    assert!(
+        fences.last() >= Some(&undone),
+        "others may have come and gone meanwhile: {fences:?} {undone}"
+    );
     assert_eq!(world.effects().await, 2);
 }
 
@@ -486,4 +515,32 @@ async fn whoever_runs_later_has_no_lower_fence_in_sqlite() {
     }
     let stores = <[SqliteStore; 3]>::try_from(stores).unwrap();
     whoever_runs_later_has_no_lower_fence::<Sqlite>(stores).await;
+}
+
+#[tokio::test]
+async fn a_claim_that_waited_for_another_process_keeps_its_answer_no_shorter_in_sqlite() {
+    let folder = tempfile::tempdir().unwrap();
+    let store = SqliteStore::open(folder.path().join("test.db")).await.unwrap();
+    store.migrate().await.unwrap();
+    let pool = store.pool().clone();
+    let fences = Arc::new(Mutex::new(Vec::new()));
+    let noted = Arc::clone(&fences);
+    let send = serve(store, move |_: Tx<Sqlite>, _, fence| {
+        noted.lock().unwrap().push(fence);
+        async { 201 }
+    });
+    let mut other = pool.acquire().await.unwrap();
+    sqlx::raw_sql("BEGIN IMMEDIATE").execute(&mut *other).await.unwrap();
+    let sent = tokio::spawn(send("k"));
+    // Nothing tells that it waits.
+    tokio::time::sleep(Duration::from_millis(300)).await;
+    let left = SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_millis();
+    sqlx::raw_sql("ROLLBACK").execute(&mut *other).await.unwrap();
+    assert_eq!(sent.await.unwrap(), (201, false));
+    let fences = fences.lock().unwrap().clone();
+    assert!(fences.len() == 1 && u128::from(fences[0]) >= left, "{fences:?}, {left}");
+    let expires = sqlx::query_scalar::<_, i64>("SELECT expires_at FROM idempotency_records");
+    let expires = u128::try_from(expires.fetch_one(&mut *other).await.unwrap()).unwrap();
+    // A day, and the margin that each row has.
+    assert!(expires >= left + 86_400_000 + 86_400_000 / 65_536, "{expires}, {left}");
 }

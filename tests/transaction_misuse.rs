@@ -113,3 +113,21 @@ async fn a_statement_that_fails_and_rolls_nothing_back_leaves_its_transaction_op
     assert_eq!(ask(&layer, "k", "INSERT INTO effects VALUES ('paid')").await, (201, false));
     assert_eq!(paid(&store).await, 1);
 }
+
+#[tokio::test]
+async fn what_a_handler_committed_by_itself_is_unknown_for_as_long_as_that_is_kept() {
+    let (_folder, store, _) = shop().await;
+    let retention = Duration::from_secs(1);
+    let config = Config::builder().scope(Scope::global()).wait(Duration::ZERO);
+    let config = config.lease(Duration::from_millis(50)).retention(retention);
+    let config = config.unknown_retention(Duration::from_secs(60)).build().unwrap();
+    let layer = IdempotencyLayer::new(config, store.clone());
+    let body = "INSERT INTO effects VALUES ('paid');COMMIT;there is no such statement";
+    assert_eq!(ask(&layer, "k", body).await, (500, false));
+    // Its lease ends, and then what an answer is kept for.
+    for pause in [Duration::from_millis(100), retention] {
+        tokio::time::sleep(pause).await;
+        assert_eq!(ask(&layer, "k", body).await, (409, false));
+    }
+    assert_eq!(paid(&store).await, 1);
+}

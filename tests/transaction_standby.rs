@@ -44,17 +44,27 @@ async fn both(pool: &PgPool) -> (i64, i64) {
 
 /// Pays under one key: status, and if it is a replay.
 async fn pay(layer: &IdempotencyLayer) -> (u16, bool) {
-    let handler = service_fn(|request: Request<Full<Bytes>>| async move {
-        let mut tx = Tx::<Postgres>::take(request.extensions()).unwrap();
-        let paid = sqlx::query("INSERT INTO effects VALUES (1)").execute(&mut tx).await;
-        let mut response = Response::new(Full::<Bytes>::default());
-        *response.status_mut() = match paid {
-            Ok(_) => StatusCode::CREATED,
-            Err(_) => StatusCode::INTERNAL_SERVER_ERROR,
-        };
-        Ok::<_, Infallible>(response)
+    pay_and(layer, "k", "SELECT 1").await
+}
+
+/// Pays, and says this too in its transaction.
+async fn pay_and(layer: &IdempotencyLayer, key: &str, also: &str) -> (u16, bool) {
+    let also = also.to_owned();
+    let handler = service_fn(move |request: Request<Full<Bytes>>| {
+        let also = sqlx::AssertSqlSafe(also.clone());
+        async move {
+            let mut tx = Tx::<Postgres>::take(request.extensions()).unwrap();
+            sqlx::raw_sql(also).execute(&mut tx).await.unwrap();
+            let paid = sqlx::query("INSERT INTO effects VALUES (1)").execute(&mut tx).await;
+            let mut response = Response::new(Full::<Bytes>::default());
+            *response.status_mut() = match paid {
+                Ok(_) => StatusCode::CREATED,
+                Err(_) => StatusCode::INTERNAL_SERVER_ERROR,
+            };
+            Ok::<_, Infallible>(response)
+        }
     });
-    let request = Request::post("/pay").header("idempotency-key", "k").body(Full::default());
+    let request = Request::post("/pay").header("idempotency-key", key).body(Full::default());
     let answer = layer.layer(handler).oneshot(request.unwrap()).await.unwrap();
     (answer.status().as_u16(), answer.headers().contains_key("idempotent-replayed"))
 }
@@ -117,6 +127,43 @@ async fn a_commit_whose_wait_for_the_standby_is_cancelled_is_no_success() {
         .await;
         assert_eq!(told, (201, true), "{end}");
         assert_eq!(both(&self::pool(&standby).await).await, (1, 1), "now the standby has it");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_handlers_set_hides_no_cancelled_wait_for_the_standby() {
+    const QUIET: &str = "SET client_min_messages = error";
+    // Said by the payment's own handler, or by an earlier one on the same connection.
+    for (earlier, own) in [("SELECT 1", QUIET), (QUIET, "SELECT 1")] {
+        let (primary, standby, pool) = synchronous().await;
+        // A COMMIT that is slow is asked after on a second connection.
+        let (mut layer, mut paid) = (None, 0);
+        until("a payment on the only connection", async || {
+            let store = PostgresStore::connect(&primary.url()).await.unwrap();
+            let made = IdempotencyLayer::new(config().build().unwrap(), store.clone());
+            paid += 1;
+            assert_eq!(pay_and(&made, &format!("earlier-{paid}"), earlier).await, (201, false));
+            until("all connections", async || store.pool().num_idle() > 0).await;
+            layer = Some(made);
+            store.pool().size() == 1
+        })
+        .await;
+        let layer = layer.unwrap();
+        standby.freeze();
+        let paying = {
+            let layer = layer.clone();
+            tokio::spawn(async move { pay_and(&layer, "k", own).await })
+        };
+        until("the wait for the standby", async || !waiting(&primary).is_empty()).await;
+        let backend = waiting(&primary);
+        assert_eq!(primary.psql(&format!("SELECT pg_cancel_backend({backend})")), "t");
+        until("the local commit", async || both(&pool).await == (paid + 1, paid + 1)).await;
+        assert_eq!(
+            paying.await.unwrap(),
+            (503, false),
+            "{earlier}, {own}: the standby has nothing"
+        );
+        standby.thaw();
     }
 }
 

@@ -16,7 +16,7 @@ use super::{
     weigh,
 };
 use crate::error::{StoreError, StoreErrorKind};
-use crate::record::{self, Change, Claim, ClaimOutcome, Current, Grant, Millis, Step};
+use crate::record::{self, Change, Claim, ClaimOutcome, Current, Expires, Grant, Millis, Step};
 use crate::scope::StorageKey;
 use crate::store::Lease;
 
@@ -59,7 +59,17 @@ impl<DB: Backend> Core<DB> {
         let acquire = || Session::acquire(self.pool()).boxed();
         // An answer that stands already needs no turn.
         let look = |acquired: sqlx::Result<Session<DB>>| {
-            let looked = async { acquired?.peek(key, ANSWER_WITHIN).await };
+            let looked = async {
+                let mut session = acquired?;
+                match session.peek(key, ANSWER_WITHIN).await {
+                    // Nothing has happened on it, and there are others.
+                    Err(error) if DB::is_bare(&error) => {
+                        session.close();
+                        acquire().await?.peek(key, ANSWER_WITHIN).await
+                    }
+                    peeked => peeked,
+                }
+            };
             let answer = looked.map(|peeked| match peeked {
                 Ok(peeked) => stands(&peeked.found, &claim).map(Ok),
                 Err(error) => Some(Err(failed(error))),
@@ -92,6 +102,10 @@ impl<DB: Backend> Core<DB> {
                         return Ok(outcome);
                     }
                     let first = self.seen(&mut session, key, &claim, &peeked).await;
+                    // It could be written on before: a handler may have made it read-only.
+                    if peeked.able && first.as_ref().is_err_and(is_unwritable::<DB>) {
+                        session.close();
+                    }
                     (session, first)
                 }
             },
@@ -236,10 +250,11 @@ impl<DB: Backend> Core<DB> {
         if asked.elapsed() <= CLAIM_FRESH {
             return Ok(First::run(row, clock.at, clock));
         }
-        // It waited for somebody who may have claimed later than this claim says, with a higher fence. Only the
-        // database knows what its clock says behind the wait.
+        // It waited for somebody who may have claimed later than this claim says, with a higher fence; and an answer would
+        // be kept for its retention from before the wait. Only the database knows what its clock says now.
+        let asked = Instant::now();
         let now = Box::pin(session.now(key)).await?;
-        let clock = Clock { at: now, read: Instant::now() };
+        let clock = Clock { at: now, read: asked };
         let Some(row) = first_row(key, claim, Some(now)) else { return Ok(First::Not) };
         match Box::pin(session.rewrite(row.clone())).await? {
             1 => Ok(First::run(row, now, clock)),
@@ -256,7 +271,16 @@ impl<DB: Backend> Core<DB> {
     ) -> Result<ClaimOutcome<Lease>, StoreError> {
         let claimed = async {
             let connection = open.session()?.connection()?;
-            let verb = |current, now| record::claim(current, now, &claim);
+            let verb = |current, now: Millis| {
+                let mut step = record::claim(current, now, &claim);
+                // Its row was to be completed by its own transaction, and so is kept no longer than an answer.
+                if let (ClaimOutcome::Indeterminate(_), Change::Write { expires, .. }) =
+                    (&step.outcome, &mut step.change)
+                {
+                    *expires = Expires::At(now.after(claim.terms.unknown_retention));
+                }
+                step
+            };
             let outcome = step::<DB, _>(connection, key, &verb).await?;
             if let ClaimOutcome::Acquired(_) = &outcome {
                 DB::run(connection, self.shared().texts.claimed.clone()).await?;
@@ -396,6 +420,10 @@ impl<DB: Backend> Session<DB> {
 /// `PRAGMA query_only`.
 fn is_unfit<DB: Backend>(error: &sqlx::Error) -> bool {
     DB::here().is_some() && weigh::<DB>(error) == Weight::Refused
+}
+
+fn is_unwritable<DB: Backend>(error: &sqlx::Error) -> bool {
+    weigh::<DB>(error) == Weight::Unreached && error.as_database_error().is_some()
 }
 
 /// What is written for the first claim of a key, by the clock of this process, or one that only the database knows.

@@ -164,12 +164,14 @@ impl Sql {
     const LOOK: &str = LOOK;
     const LOOK_AND_LOCK: &str = LOOK_AND_LOCK;
     const SWEEP: &str = SWEEP;
-    /// And COMMIT, which comes next, has no limit at the server.
+    /// And COMMIT, which comes next, has no limit at the server, and its warnings are told, whatever handlers have set.
     const CLOSE: &str = "
         UPDATE idempotency_records
            SET state = $2, record = $3, expires_at = COALESCE($4, expires_at)
          WHERE storage_key = $1 AND record = $5
-           AND set_config('statement_timeout', '0', true) IS NOT NULL";
+           AND set_config('statement_timeout', '0', true) IS NOT NULL
+           AND CASE WHEN current_setting('client_min_messages') = 'warning' THEN true
+                    ELSE set_config('client_min_messages', 'warning', true) IS NOT NULL END";
     const REMOTE: bool = true;
     const CLOSING_COMMITS: bool = false;
 
@@ -570,7 +572,8 @@ impl PostgresStoreBuilder {
             .into(),
         };
         let patience = Some(statement_timeout.saturating_add(SILENCE));
-        let unlimited = Some("SET LOCAL statement_timeout = 0".into_sql_str());
+        let unlimited = "SET LOCAL statement_timeout = 0; SET LOCAL client_min_messages = warning";
+        let unlimited = Some(unlimited.into_sql_str());
         let texts = Texts { begin, claimed, opening, unlimited, patience };
         PostgresStore(Core::new(pool.clone(), pool, Line::new(turns, handing), texts, lease))
     }

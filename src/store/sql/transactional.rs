@@ -82,7 +82,8 @@ pub(super) struct Claimed {
     pub(super) clock: Clock,
 }
 
-/// The database's clock, as it was read, and how long ago.
+/// The database's clock, as it was read, and how long ago: from when it was asked for, since what is kept too long harms
+/// nobody.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Clock {
     pub(super) at: Millis,
