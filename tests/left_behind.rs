@@ -107,6 +107,9 @@ fn a_runtime_that_ends_under_a_handler_with_two_requests_of_its_own_panics_nowhe
     drop(runtime);
 }
 
+/// A connection with a transaction open on it goes back to its pool by a task. In a runtime that ends, a task is dropped as
+/// soon as it is spawned, and everything that it was given with it: one that was given what spawns it would
+/// be spawned again and again, until the stack is full and the process aborts.
 #[test]
 fn a_runtime_that_ends_while_a_database_is_asked_for_a_claim_panics_nowhere() {
     let name = "a_runtime_that_ends_while_a_database_is_asked_for_a_claim_panics_nowhere";

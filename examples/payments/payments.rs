@@ -62,7 +62,7 @@ pub(crate) async fn create(
     let cause = cause_of(&account, Some(&key), Some(&execution), "charge");
     let run = Run::begins(&cause, execution.fence(), &new);
     let hold = cause_of(&account, Some(&key), Some(&execution), "hold");
-    let answer = pay(&mut books, source, &hold, &cause, &new).await;
+    let answer = pay(&mut books, source, &hold, &cause, &new, &run).await;
     run.answers(&answer);
     answer
 }
@@ -73,10 +73,12 @@ async fn pay(
     hold: &Cause,
     cause: &Cause,
     new: &NewPayment,
+    run: &Run<'_>,
 ) -> Answer {
     before_the_charge(source, cause.attempt).await?;
     hold_first(books, source, hold, new).await?;
     let payment = books.charge(cause, new).await?;
+    run.has_charged();
     after_the_charge(source, cause.attempt).await?;
 
     if source == Source::Stream {

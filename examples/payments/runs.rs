@@ -24,6 +24,12 @@ impl<'a> Run<'a> {
         Self { cause, fence, end: "is cut off" }
     }
 
+    /// The charge is made; in a transaction nobody else sees it yet.
+    pub(crate) fn has_charged(&self) {
+        let Cause { key_id, attempt, .. } = self.cause;
+        tracing::debug!(%key_id, attempt, fence = self.fence.number(), "has charged");
+    }
+
     pub(crate) fn answers(mut self, answer: &Answer) {
         let nothing = answer.as_ref().is_err_and(|error| error.frees_the_key());
         self.end = if nothing { "did nothing" } else { "answers" };

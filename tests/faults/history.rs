@@ -393,6 +393,7 @@ pub(crate) fn runs_in(log: &str) -> Vec<Run> {
                 runs.push(Run { key_id, attempt, fence, request, began: at, ended: None });
                 continue;
             }
+            "has charged" => continue,
             "answers" => Finish::Answers,
             "did nothing" => Finish::DidNothing,
             "is cut off" => Finish::CutOff,

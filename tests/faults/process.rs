@@ -1,13 +1,14 @@
 //! B. The server process.
 
 use std::collections::BTreeSet;
-use std::time::Instant;
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
+use tower_idempotency::record::State;
 use tower_idempotency::store::Inspect;
 use tower_idempotency::{PostgresStore, SqliteStore};
 
-use crate::history::{History, assert_breaks, assert_holds};
-use crate::invariants::{End, Promise};
+use crate::history::{History, assert_breaks, assert_holds, record, runs_in};
+use crate::invariants::{End, Promise, key_id};
 use crate::line::{Proxy, Way};
 use crate::postgres::PostgresServer;
 use crate::sandbox::{Answer, Call, Connection, Sandbox};
@@ -282,11 +283,16 @@ async fn b11_a_claim_whose_reply_took_most_of_its_lease_is_renewed_before_the_ha
     is_paid(&site.settled("warm", "tok_slow_400").await);
     let before = site.redis.calls_of("evalsha");
     site.proxy.delay(Way::Down, ms(450));
+    let asked = SystemTime::now().duration_since(UNIX_EPOCH).unwrap();
     let running = site.pay("k", "tok_visa");
     site.charged(2).await;
     site.assert_hit();
-    // Claimed, and renewed before the handler charged.
-    assert!(site.redis.calls_of("evalsha") - before >= 2);
+    assert!(site.redis.calls_of("evalsha") > before, "it was renewed");
+    // Claimed, and renewed before the handler began: two replies were waited for. Renewals beside a handler come as well.
+    let runs = runs_in(&site.one.said().1);
+    let run = runs.iter().find(|run| run.key_id == key_id("k")).expect("a run");
+    let waited = Duration::from_micros(run.began).saturating_sub(asked);
+    assert!(waited >= ms(2 * 450), "the handler began after {waited:?}");
     site.proxy.heal();
     drop(running.await);
     is_paid(&site.settled("k", "tok_visa").await);
@@ -440,6 +446,11 @@ async fn b12_what_still_runs_when_the_limit_of_a_stop_is_over_is_unknown_at_once
     site.check(Promise::AtMostOnce).await;
 }
 
+/// By its own word, whoever else can see it.
+fn has_charged(server: &Sandbox) -> bool {
+    server.said().1.contains("payments::runs: has charged")
+}
+
 /// In a database a payment that a stop meets is done together with its record, or nothing of it is left.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn b12_a_transaction_that_a_stop_meets_is_whole_or_nothing_and_its_retry_pays_once() {
@@ -468,6 +479,13 @@ async fn b12_a_transaction_that_a_stop_meets_is_whole_or_nothing_and_its_retry_p
             let running =
                 tokio::spawn(async move { asking.ask(address, "k", source, USUAL).await });
             begins(&first, "k").await;
+            let charges_first = source.starts_with("tok_charge");
+            let end = Instant::now() + ms(20_000);
+            while charges_first && !has_charged(&first) {
+                assert!(Instant::now() < end, "{case}: it does not charge");
+                sleep(2).await;
+            }
+            assert_eq!(has_charged(&first), charges_first, "{case}");
             // It is in its transaction, of which nobody else sees anything.
             assert_eq!(first.charges().await, 0, "{case}");
             first.signal("TERM");
@@ -488,7 +506,21 @@ async fn b12_a_transaction_that_a_stop_meets_is_whole_or_nothing_and_its_retry_p
                 let told = answer.as_ref().map(|answer| answer.status.as_u16());
                 assert!(matches!(told, None | Some(500 | 503)), "{answer:?}");
                 assert!(!first.said().1.contains("payments::runs: answers"), "it was cut off");
+                assert_eq!(
+                    has_charged(&first),
+                    charges_first,
+                    "{case}: cut off where it should be"
+                );
             }
+            // Looked at before anybody takes the key over: a record that was left alone would be healed by the retry.
+            let store: Box<dyn Inspect> = match ledger {
+                Some(file) => Box::new(SqliteStore::open(file).await.unwrap()),
+                None => Box::new(PostgresStore::connect(&url).await.unwrap()),
+            };
+            let left = record(&*store, "k").await;
+            let completed =
+                left.as_ref().map(|record| matches!(record.state, State::Completed { .. }));
+            assert_eq!(completed, whole.then_some(true), "{case}: {left:?}");
 
             let second = Sandbox::start_telling_runs(ledger, &args);
             let charges = u64::from(whole);
@@ -505,10 +537,6 @@ async fn b12_a_transaction_that_a_stop_meets_is_whole_or_nothing_and_its_retry_p
             }
             let entries = second.ledger().await["entries"].as_array().unwrap().len();
             assert_eq!(entries, 2, "{case}: one line each");
-            let store: Box<dyn Inspect> = match ledger {
-                Some(file) => Box::new(SqliteStore::open(file).await.unwrap()),
-                None => Box::new(PostgresStore::connect(&url).await.unwrap()),
-            };
             let evidence = history.evidence(&[&second], &*store).await;
             assert_holds(&evidence.broken(Promise::Transactional));
         }
