@@ -316,3 +316,40 @@ async fn what_a_handler_does_not_know_and_panics_are_told_in_words_with_the_refe
     assert!(told.contains("a handler panicked, and the store rolled back"), "{told}");
     assert!(!told.contains("undone=") && !told.contains("untouched="), "{told}");
 }
+
+#[tokio::test]
+async fn a_request_that_finds_every_connection_in_use_says_so_in_the_log() {
+    let (log, _guard) = Log::install();
+    let (_server, url) = postgres::PostgresServer::shared();
+    let pool = sqlx::postgres::PgPoolOptions::new().max_connections(2).connect(&url).await.unwrap();
+    let store = PostgresStore::from_pool(pool);
+    store.migrate().await.unwrap();
+    let config = Config::builder()
+        .scope(Scope::global())
+        .claim_within(Duration::from_millis(400))
+        .store_call_timeout(Duration::from_millis(200));
+    let layer = IdempotencyLayer::new(config.build().unwrap(), store);
+    let (begun, go) = (Arc::new(Semaphore::new(0)), Arc::new(Semaphore::new(0)));
+    let (tell, wait) = (Arc::clone(&begun), Arc::clone(&go));
+    let service = layer.layer(service_fn(move |_: Request<Full<Bytes>>| {
+        let (tell, wait) = (Arc::clone(&tell), Arc::clone(&wait));
+        async move {
+            tell.add_permits(1);
+            wait.acquire().await.unwrap().forget();
+            Ok::<_, Infallible>(Response::new(Full::<Bytes>::default()))
+        }
+    }));
+    let pay = |key: &str| {
+        let request = Request::post("/pay").header("idempotency-key", key);
+        service.clone().oneshot(request.body(Full::default()).unwrap())
+    };
+    let slow = tokio::spawn(pay("slow"));
+    begun.acquire().await.unwrap().forget();
+    assert_eq!(pay("other").await.unwrap().status(), 503);
+    let told = log.take();
+    for words in ["every connection that transactions may have is in use", "max_connections"] {
+        assert!(told.contains(words), "no {words:?} in\n{told}");
+    }
+    go.add_permits(1);
+    assert_eq!(slow.await.unwrap().unwrap().status(), 200);
+}

@@ -96,8 +96,8 @@ impl StoreUrl {
                 let store = PostgresStore::connect(url).await?;
                 store.migrate().await?;
                 let pool = store.pool().clone();
-                let store =
-                    PostgresStore::builder(pool.clone()).statement_timeout(STATEMENT).build();
+                let store = PostgresStore::builder(pool.clone());
+                let store = store.hand_on(true).statement_timeout(STATEMENT).build();
                 (Arc::new(store), Some(Database::Postgres(pool)))
             }
         })

@@ -104,9 +104,14 @@ impl Engine {
             let error = match self.settle_once(lease, settle, policy, now, bound).await {
                 Ok(settled) => {
                     if within > policy.complete_within {
+                        let what = match settle {
+                            Settle::Complete { .. } => {
+                                "what could not be recorded in time is recorded after all"
+                            }
+                            Settle::Release(_) => "what was given up is given up in the store too",
+                        };
                         tracing::info!(
-                            key = %lease.key().in_logs(), came_to = settled.in_words(),
-                            "what could not be recorded in time is recorded after all"
+                            key = %lease.key().in_logs(), came_to = settled.in_words(), "{what}"
                         );
                     }
                     return settled;

@@ -9,7 +9,7 @@ use futures_util::FutureExt as _;
 use super::desk::Seat;
 use super::line::Turn;
 use super::session::{ANSWER_WITHIN, Session, bounded};
-use super::transactional::{Claimed, Clock, Core, HELD, Running};
+use super::transactional::{Claimed, Clock, Core, HELD, LENT, Running};
 use super::tx::{Open, Unit};
 use super::{
     Backend, Found, Lock, Opened, Opening, Peeked, Row, Weight, maybe_done, moment, not_done, step,
@@ -81,10 +81,7 @@ impl<DB: Backend> Core<DB> {
             Err(Some(answer)) => return answer,
             Err(None) => {
                 let error = StoreError::new(StoreErrorKind::Unavailable, DB::STORE, "claim");
-                return Err(match DB::REMOTE {
-                    true => error,
-                    false => error.with_source(HELD),
-                });
+                return Err(error.with_source(if DB::REMOTE { LENT } else { HELD }));
             }
         };
         let (mut session, first) = match DB::here() {

@@ -131,9 +131,9 @@ fn claim(name: &str, notices: &str) -> String {
     )
 }
 
-/// The name of [`claim`] in pools of our own, whose sessions are set already.
+/// The name of [`claim`] in sessions that are set already.
 const CLAIM: &str = "tower_idempotency_claim_3";
-/// And in pools that somebody else has made.
+/// And in pools whose sessions are others' to set.
 const CLAIM_AND_NOTICE: &str = "tower_idempotency_claim_3n";
 
 /// A COMMIT that was kept from waiting for its standby comes with one.
@@ -376,8 +376,8 @@ pub enum Isolation {
 /// pool is kept out of that (of a pool of one: none), for finding out what became of a COMMIT, for
 /// replays, and for handlers that use the pool beside their [`Tx`](super::Tx). Twins take none.
 ///
-/// On its first claim a connection prepares a statement by the name of `tower_idempotency_claim_3` (`…_3n` where the
-/// pool is not the store's own), and the setting `tower_idempotency.enabled` of its session says so. A pool that
+/// On its first claim a connection prepares a statement by the name of `tower_idempotency_claim_3` (`…_3n` where
+/// connections are not [handed on](PostgresStoreBuilder::hand_on)), and the setting `tower_idempotency.enabled` of its session says so. A pool that
 /// [`connect`](Self::connect) makes does not ask a connection that was used within a second if it is alive, and while
 /// requests wait for their turn, connections are handed from one to the next without it: with one that has just claimed
 /// a new key, the next key is claimed without a look whether it has an answer, which is one message less, and two more if it
@@ -405,6 +405,7 @@ pub struct PostgresStoreBuilder {
     lock_timeout: Duration,
     idle_timeout: Duration,
     statement_timeout: Duration,
+    handing: Handing,
 }
 
 backend!(Postgres, PgConnection, "postgres", Sql, weigh);
@@ -455,7 +456,7 @@ impl PostgresStore {
                 Ok(true)
             })
         });
-        Ok(Self::builder(connect(url, pool).await?).make(Handing::On))
+        Ok(Self::builder(connect(url, pool).await?).hand_on(true).build())
     }
 
     /// On a pool that is there.
@@ -472,6 +473,7 @@ impl PostgresStore {
             lock_timeout: HANDLER_LOCK,
             idle_timeout: IDLE,
             statement_timeout: STATEMENT,
+            handing: Handing::Off,
         }
     }
 
@@ -524,14 +526,20 @@ impl PostgresStoreBuilder {
         self
     }
 
+    /// Whether a connection is handed on to the next request that waits, without the pool, for up to 100 ms: fewer messages
+    /// for each request while there is a line, see the [guide](crate::guide::transactions). [`PostgresStore::connect`]
+    /// does so; on a pool of yours it is off, since nothing runs then that the pool does with a connection
+    /// that comes back or goes out (`after_release`, `before_acquire`). It also sets `client_min_messages` and, where a
+    /// server has none, `client_connection_check_interval` and TCP keepalive for each session instead of each transaction.
+    pub fn hand_on(mut self, whether: bool) -> Self {
+        self.handing = if whether { Handing::On } else { Handing::Off };
+        self
+    }
+
     /// Makes the store.
     #[must_use]
     pub fn build(self) -> PostgresStore {
-        self.make(Handing::Off)
-    }
-
-    fn make(self, handing: Handing) -> PostgresStore {
-        let Self { pool, isolation, lock_timeout, idle_timeout, statement_timeout } = self;
+        let Self { pool, isolation, lock_timeout, idle_timeout, statement_timeout, handing } = self;
         let level = match isolation {
             Isolation::ReadCommitted => "READ COMMITTED",
             Isolation::RepeatableRead => "REPEATABLE READ",
@@ -547,7 +555,6 @@ impl PostgresStoreBuilder {
         let claimed = AssertSqlSafe(claimed).into_sql_str();
         let turns = pool.options().get_max_connections().saturating_sub(1).max(1) as usize;
         let lease = lease(pool.clone());
-        // Only sessions that nobody else has are set for good.
         let notices =
             [TELL_WARNINGS.to_owned(), notice_dead_clients(false), notice_dead_lines(false)]
                 .map(AssertSqlSafe);

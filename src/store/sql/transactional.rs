@@ -64,6 +64,10 @@ pub(super) const SAVEPOINT: &str = "SAVEPOINT idempotency_claim";
 pub(super) const HELD: &str = "another transaction holds the database, of this process or another: SQLite has one \
                                writer at a time. Keep transactions shorter (what is slow goes before or behind them), \
                                or let claims wait longer: claim_within, store_call_timeout";
+/// And at a pool.
+pub(super) const LENT: &str = "every connection that transactions may have is in use: all of the pool but one. Keep what \
+                               handlers do in them shorter, or give the pool more (max_connections, which the server \
+                               limits too)";
 const UNDO: &str = "ROLLBACK TO SAVEPOINT idempotency_claim";
 
 /// A run with an open transaction: what the lease carries.
@@ -160,9 +164,9 @@ impl<DB: Backend> Core<DB> {
         DB::STORE
     }
 
-    /// Whoever has the one turn at a file is with its handler, or waits for the transaction of another process.
+    /// Whoever has a turn is with its handler, or waits for the transaction of another process.
     pub(super) fn holdup(&self) -> Option<&'static str> {
-        (!DB::REMOTE && self.0.line.is_full()).then_some(HELD)
+        self.0.line.is_full().then_some(if DB::REMOTE { LENT } else { HELD })
     }
 
     pub(super) fn pool(&self) -> &Pool<DB> {
