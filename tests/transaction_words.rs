@@ -13,7 +13,7 @@ use support::postgres::PostgresServer;
 use support::store::{claim, new_key};
 use tower_idempotency::record::ClaimOutcome;
 use tower_idempotency::store::sql::sqlx;
-use tower_idempotency::{Lease, PostgresStore, StorageKey, Store as _, StoreErrorKind};
+use tower_idempotency::{Lease, PostgresStore, SqliteStore, StorageKey, Store, StoreErrorKind};
 
 async fn locked<'a>(pool: &'a PgPool, mode: &str) -> Transaction<'a, Postgres> {
     let mut lock = pool.begin().await.unwrap();
@@ -92,4 +92,30 @@ async fn a_blank_around_an_address_is_told() {
         let told = PostgresStore::connect(address).await.unwrap_err().to_string();
         assert!(told.contains("a blank or a line end") && !told.contains("s3cret"), "{told}");
     }
+}
+
+#[tokio::test]
+async fn a_table_that_nobody_has_made_is_told_with_what_makes_it() {
+    let (_server, url) = PostgresServer::shared();
+    let postgres = PostgresStore::connect(&url).await.unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    let sqlite = SqliteStore::open(folder.path().join("test.db")).await.unwrap();
+    let made = async |store: &dyn Store, migrated: bool| {
+        for said in [store.ready().await, store.claim(new_key(), &claim()).await.map(drop)] {
+            match said {
+                Ok(()) => assert!(migrated, "{store:?}"),
+                Err(error) => {
+                    let why = error.reason().unwrap().to_string();
+                    assert!(!migrated && why.contains("migrate()"), "{why}");
+                    assert!(why.contains("idempotency_records"), "{why}");
+                }
+            }
+        }
+    };
+    made(&postgres, false).await;
+    made(&sqlite, false).await;
+    postgres.migrate().await.unwrap();
+    sqlite.migrate().await.unwrap();
+    made(&postgres, true).await;
+    made(&sqlite, true).await;
 }

@@ -403,7 +403,27 @@ fn not_done<DB: Backend>(operation: &'static str, error: sqlx::Error) -> StoreEr
         Weight::Full => StoreErrorKind::Full,
         Weight::Constraint | Weight::Refused => StoreErrorKind::Backend,
     };
-    StoreError::new(kind, DB::STORE, operation).with_source(error)
+    let failed = StoreError::new(kind, DB::STORE, operation);
+    match is_without_table(&error) {
+        true => failed.with_source(NoTable(error)),
+        false => failed.with_source(error),
+    }
+}
+
+/// Nobody has made the table.
+#[derive(Debug, thiserror::Error)]
+#[error(
+    "the table idempotency_records is not there: run the store's migrate() when the program starts, or the statements \
+     of its SCHEMA, in the database and the search_path that it connects with ({0})"
+)]
+struct NoTable(#[source] sqlx::Error);
+
+fn is_without_table(error: &sqlx::Error) -> bool {
+    let Some(error) = error.as_database_error() else { return false };
+    // undefined_table; SQLite has no number for it.
+    let undefined = error.code().as_deref() == Some("42P01");
+    let said = error.message();
+    said.contains("idempotency_records") && (undefined || said.contains("no such table"))
 }
 
 /// The error of something that may have been done.
