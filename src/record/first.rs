@@ -7,8 +7,11 @@
 
 use bytes::{Buf, BufMut, Bytes, BytesMut};
 
-use super::codec::{COMPLETED, HEADER_LENGTH, IN_FLIGHT, MAX_48, UNTOUCHED, VERSION, head};
+#[cfg(any(feature = "redis", test))]
+use super::codec::COMPLETED;
+use super::codec::{HEADER_LENGTH, IN_FLIGHT, MAX_48, UNTOUCHED, VERSION, head};
 use super::{Claim, Effects, Millis, Owner, millis};
+#[cfg(any(feature = "redis", test))]
 use crate::mistakes::{Mistake, made};
 use crate::token::{Attempt, Fence};
 
@@ -18,6 +21,7 @@ const FIRST_UNTOUCHED: u8 = 7;
 
 /// The record of a first claim, by somebody who does not know the time. `None` if its times take more
 /// room than there is.
+#[cfg(any(feature = "redis", test))]
 pub(crate) fn first(claim: &Claim, fence: Fence) -> Option<[u8; HEADER_LENGTH]> {
     let beyond = millis(claim.terms.unknown_retention);
     let beyond = if made(Mistake::RedisOneTime) { 0 } else { beyond };
@@ -48,6 +52,7 @@ fn first_beyond(claim: &Claim, fence: Fence, beyond: u64) -> Option<[u8; HEADER_
 const MAX_BEYOND: u64 = 1 << 45;
 
 /// The head of a completed record, whose response has this many bytes.
+#[cfg(any(feature = "redis", test))]
 pub(crate) fn completed_head(owner: &Owner, at: Millis, response: usize) -> [u8; HEADER_LENGTH] {
     head(COMPLETED, owner, at, [response as u64, 0])
 }
@@ -61,6 +66,7 @@ pub(crate) fn is_near(fence: Fence, made: Millis) -> bool {
 }
 
 /// True of a record of a first claim, whose times take its expiry to tell.
+#[cfg(feature = "redis")]
 pub(crate) fn is_first(bytes: &[u8]) -> bool {
     matches!(bytes, [VERSION, FIRST | FIRST_UNTOUCHED, ..])
 }
