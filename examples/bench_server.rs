@@ -9,6 +9,7 @@
 //! | `PORT` | 8080 | on 127.0.0.1; 0 picks a free one, which is printed |
 //! | `REDIS_URL` | `redis://127.0.0.1/` | where records are kept |
 //! | `STORE` | | instead of that: `memory`, `pool` (Redis through deadpool), `sqlite:PATH`, `postgres://…`; `none` is no layer at all |
+//! | `WAIT` | the crate's | for how many milliseconds a request waits for one with its key |
 //! | `WORKERS` | 1 | threads of the runtime; 0 for a runtime on the main thread |
 //!
 //! `POST /v1/payments` answers 300 bytes, `/v1/payments/large` 64 KiB, `/v1/payments/slow` 300 bytes
@@ -95,8 +96,11 @@ macro_rules! ledger_routes {
 }
 
 fn protected(routes: Router, store: impl Store) -> Fallible<Router> {
-    let config = Config::builder().scope(Scope::global()).build()?;
-    Ok(routes.layer(IdempotencyLayer::new(config, store)))
+    let mut config = Config::builder().scope(Scope::global());
+    if let Ok(wait) = std::env::var("WAIT") {
+        config = config.wait(Duration::from_millis(wait.parse()?));
+    }
+    Ok(routes.layer(IdempotencyLayer::new(config.build()?, store)))
 }
 
 async fn app() -> Fallible<Router> {

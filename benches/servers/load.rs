@@ -41,7 +41,7 @@ impl Plan {
         let (keys, path) = match workload {
             "W2" => (Keys::Replayed, "/v1/payments"),
             "W3" => (Keys::Mixed, "/v1/payments"),
-            "W4" => (Keys::Storm, "/v1/payments/slow"),
+            "W4" | "W4-refused" => (Keys::Storm, "/v1/payments/slow"),
             "W5" => (Keys::Fresh, "/v1/payments/large"),
             "W5R" => (Keys::Replayed, "/v1/payments/large"),
             "open" => (Keys::Fresh, "/open/payments"),

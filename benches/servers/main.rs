@@ -14,7 +14,8 @@
 //! | `W1` | fresh keys, answers of 300 bytes |
 //! | `W2` | replays of 10,000 completed keys |
 //! | `W3` | four fifths fresh, one fifth replays |
-//! | `W4` | storms: all connections send one key at a time, whose handler takes 50 ms |
+//! | `W4` | storms: all connections send one key at a time, whose handler takes 50 ms; ours wait for its answer, the floor refuses |
+//! | `W4-refused` | the same, where ours refuses too (`wait` of zero) |
 //! | `W5`, `W5R` | fresh keys and replays, answers of 64 KiB |
 //! | `W1@2000` | fresh keys, 2,000 a second, latency counted from when each was due |
 //! | `memory` | the memory store, next to no layer at all |
@@ -57,9 +58,22 @@ use redis::RedisServer;
 use report::{Pair, Report};
 
 /// What is measured if nothing is named.
-const ALL: [&str; 14] = [
-    "W1", "W2", "W3", "W4", "W5", "W5R", "W1@2000", "memory", "pool", "sqlite", "postgres", "open",
-    "growth", "bytes",
+const ALL: [&str; 15] = [
+    "W1",
+    "W2",
+    "W3",
+    "W4",
+    "W4-refused",
+    "W5",
+    "W5R",
+    "W1@2000",
+    "memory",
+    "pool",
+    "sqlite",
+    "postgres",
+    "open",
+    "growth",
+    "bytes",
 ];
 /// Keys that are replayed.
 const REPLAYED: usize = 10_000;
@@ -162,6 +176,9 @@ fn contestants(workload: &str, redis: &RedisServer) -> (Served, Served, Option<P
             let server = PostgresServer::start();
             let url = server.url();
             (ours(&url), floor(&url), Some(server))
+        }
+        "W4-refused" => {
+            (Served::start_with("serve-ours", &url, "", &[("WAIT", "0")]), floor(""), None)
         }
         _ => (ours(""), floor(""), None),
     }

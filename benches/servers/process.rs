@@ -16,12 +16,23 @@ pub(crate) struct Served {
 impl Served {
     /// Starts this program as a server, on one thread and a port of its own.
     pub(crate) fn start(role: &str, redis: &str, store: &str) -> Self {
+        Self::start_with(role, redis, store, &[])
+    }
+
+    /// The same with more variables.
+    pub(crate) fn start_with(
+        role: &str,
+        redis: &str,
+        store: &str,
+        variables: &[(&str, &str)],
+    ) -> Self {
         let mut child = Command::new(std::env::current_exe().expect("this program"))
             .arg(role)
             .env("PORT", "0")
             .env("REDIS_URL", redis)
             .env("STORE", store)
             .env("WORKERS", "1")
+            .envs(variables.iter().copied())
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .spawn()

@@ -147,6 +147,22 @@ async fn b6_a_panic_leaves_the_outcome_unknown_at_once() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn b5_an_answer_that_is_cut_in_its_middle_is_replayed_whole() {
+    let site = Site::start(&[]).await;
+    let front = Proxy::to(site.one.address.port()).await;
+    front.cut_after(Way::Down, 20_000);
+    let address = ([127, 0, 0, 1], front.port()).into();
+    let cut = site.history.ask(address, "k", "tok_large_64", USUAL).await;
+    assert!(cut.is_none() && front.hits() > 0, "{cut:?}");
+    site.one.signal("KILL");
+    let retry = site.ask_two("k", "tok_large_64").await;
+    assert!(retry.is_replay() && retry.status == 201, "{retry:?}");
+    assert!(retry.body.len() > 64 * 1024, "{} bytes", retry.body.len());
+    assert_eq!(site.two.charges().await, 1);
+    site.check(Promise::AtMostOnce).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn b7_an_error_after_the_effect_is_stored_and_replayed() {
     let site = Site::start(&[]).await;
     let first = site.ask_one("k", "tok_charge_then_500").await;

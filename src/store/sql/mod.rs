@@ -6,7 +6,7 @@
 //! | [`PostgresLeaseStore`], [`SqliteLeaseStore`] | the record alone, under a lease, as Redis does | call outside |
 //!
 //! All of them use one table, [`postgres::SCHEMA`] or [`sqlite::SCHEMA`], and the records of
-//! [`record`](crate::record). The [guide](crate::guide::transactions) says how answers decide about
+//! [`record`]. The [guide](crate::guide::transactions) says how answers decide about
 //! writes, and what is promised.
 //!
 //! # Versions
