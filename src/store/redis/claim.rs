@@ -153,7 +153,8 @@ impl Seen {
             let made = Millis(due?.0.checked_sub(forget_in_flight(&claim.terms))?);
             let in_order = made >= now && record::is_near(fence, made);
             let in_time = fence.number() <= now.0.saturating_add(record::NEAR);
-            let grant = Grant { fence, ..Grant::first(now) };
+            // What the record says from then on, which may be the next millisecond.
+            let grant = Grant { fence, ..Grant::first(made) };
             return (in_order && in_time).then_some(ClaimOutcome::Acquired(grant));
         };
         // It went, or was changed, between the one look and the other; or the user may not ask.
@@ -218,6 +219,11 @@ mod tests {
             Some(ClaimOutcome::Acquired(grant)) => {
                 assert_eq!(grant, Grant { fence, ..Grant::first(NOW) });
             }
+            other => panic!("{other:?}"),
+        }
+        let next = Millis(NOW.0 + 1 + forget_in_flight(&claim.terms));
+        match new(NOW.0, Some(next)).judge(&claim, fence, &clock) {
+            Some(ClaimOutcome::Acquired(grant)) => assert_eq!(grant.created, Millis(NOW.0 + 1)),
             other => panic!("{other:?}"),
         }
         for far in [NOW.0 + 998, NOW.0 - 1_004] {
