@@ -20,6 +20,7 @@ use http_body_util::{BodyExt as _, Full};
 use sqlx::postgres::{PgPool, PgPoolOptions};
 use sqlx::{AssertSqlSafe, Postgres, Sqlite};
 use support::breaking::{Breaking, Fault};
+use support::log::Log;
 use support::postgres::PostgresServer;
 use tokio::sync::Barrier;
 use tower::{Layer as _, ServiceExt as _, service_fn};
@@ -441,26 +442,10 @@ async fn a_barrier_of_claims_under_a_running_sweep_has_one_owner_in_every_isolat
     }
 }
 
-/// Everything that is logged on this thread.
-#[derive(Clone, Default)]
-struct Log(Arc<std::sync::Mutex<Vec<u8>>>);
-
-impl std::io::Write for Log {
-    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
-        self.0.lock().unwrap().write(bytes)
-    }
-    fn flush(&mut self) -> std::io::Result<()> {
-        Ok(())
-    }
-}
-
 #[tokio::test]
 async fn a_record_that_vanishes_under_its_owner_is_a_loud_error_and_no_success() {
     let (_server, _, pool) = database().await;
-    let log = Log::default();
-    let writer = log.clone();
-    let listener = tracing_subscriber::fmt().with_writer(move || writer.clone()).finish();
-    let _listening = tracing::subscriber::set_default(listener);
+    let (log, _guard) = Log::install(tracing::Level::INFO);
     let send = serve(config(), PostgresStore::from_pool(pool.clone()), |mut tx, key| async move {
         run(&mut tx, "DELETE FROM idempotency_records").await.unwrap();
         pay(tx, key).await
@@ -469,7 +454,7 @@ async fn a_record_that_vanishes_under_its_owner_is_a_loud_error_and_no_success()
     assert_eq!((told.0, told.1), (500, false), "{told:?}");
     assert!(told.2.contains("idempotency_rolled_back"), "{told:?}");
     assert_eq!(effects(&pool).await, 0);
-    let log = String::from_utf8(log.0.lock().unwrap().clone()).unwrap();
+    let log = log.take();
     let loud = |line: &str| line.contains("ERROR") && line.contains("the claim has vanished");
     assert!(log.lines().any(loud), "{log}");
 }

@@ -2,63 +2,27 @@
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on panics")]
 
+#[path = "support/log.rs"]
+#[allow(dead_code, unreachable_pub, reason = "each test program uses a part of it")]
+mod log;
 #[path = "support/postgres.rs"]
 #[allow(dead_code, unreachable_pub, reason = "each test program uses a part of it")]
 mod postgres;
 
 use std::convert::Infallible;
-use std::io::Write;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
 use http::{Request, Response};
 use http_body_util::{BodyExt as _, Full};
+use log::Log;
 use sqlx::{Executor as _, Postgres, Sqlite};
 use tokio::sync::Semaphore;
 use tower::{Layer as _, ServiceExt as _, service_fn};
 use tower_idempotency::store::sql::{Tx, sqlx};
 use tower_idempotency::{Config, IdempotencyLayer, Outcome, PostgresStore, Scope, SqliteStore};
-use tracing::subscriber::DefaultGuard;
-use tracing_subscriber::fmt::MakeWriter;
-
-/// What is logged at INFO and above on this thread.
-#[derive(Clone, Default)]
-struct Log(Arc<Mutex<Vec<u8>>>);
-
-impl Log {
-    fn install() -> (Self, DefaultGuard) {
-        let log = Self::default();
-        let subscriber = tracing_subscriber::fmt().with_ansi(false).with_writer(log.clone());
-        let subscriber = subscriber.with_max_level(tracing::Level::INFO).finish();
-        let guard = tracing::subscriber::set_default(subscriber);
-        (log, guard)
-    }
-
-    /// What was written since the last time.
-    fn take(&self) -> String {
-        String::from_utf8(std::mem::take(&mut *self.0.lock().unwrap())).unwrap()
-    }
-}
-
-impl Write for Log {
-    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
-        self.0.lock().unwrap().extend_from_slice(bytes);
-        Ok(bytes.len())
-    }
-
-    fn flush(&mut self) -> std::io::Result<()> {
-        Ok(())
-    }
-}
-
-impl<'a> MakeWriter<'a> for Log {
-    type Writer = Self;
-
-    fn make_writer(&'a self) -> Self {
-        self.clone()
-    }
-}
+use tracing::Level;
 
 struct Shop {
     store: SqliteStore,
@@ -114,7 +78,7 @@ const CAUSE: &str = "UNIQUE constraint failed: names.name";
 
 #[tokio::test]
 async fn a_request_that_waited_for_a_slow_transaction_in_vain_says_so_in_the_log() {
-    let (log, _guard) = Log::install();
+    let (log, _guard) = Log::install(Level::INFO);
     let shop = Shop::open().await;
     let (begun, go) = (Arc::new(Semaphore::new(0)), Arc::new(Semaphore::new(0)));
     let slow = {
@@ -153,7 +117,7 @@ async fn a_request_that_waited_for_a_slow_transaction_in_vain_says_so_in_the_log
 
 #[tokio::test]
 async fn a_database_that_another_process_holds_is_said_to_be_held() {
-    let (log, _guard) = Log::install();
+    let (log, _guard) = Log::install(Level::INFO);
     let shop = Shop::open().await;
     // A connection that the store knows nothing of, as another process has it.
     let mut other = shop.store.pool().acquire().await.unwrap();
@@ -166,7 +130,7 @@ async fn a_database_that_another_process_holds_is_said_to_be_held() {
 
 #[tokio::test]
 async fn a_failed_statement_that_the_handler_swallowed_is_logged_once_with_its_cause() {
-    let (log, _guard) = Log::install();
+    let (log, _guard) = Log::install(Level::INFO);
     let shop = Shop::open().await;
     // Answered as if nothing had happened, and with an error of the handler's own.
     for (key, status, told_status) in [("kept", 201, 500), ("failed", 500, 500)] {
@@ -184,7 +148,7 @@ async fn a_failed_statement_that_the_handler_swallowed_is_logged_once_with_its_c
 
 #[tokio::test]
 async fn the_cause_of_a_failed_statement_never_holds_what_was_written() {
-    let (log, _guard) = Log::install();
+    let (log, _guard) = Log::install(Level::INFO);
     let shop = Shop::open().await;
     for (key, statement, cause) in [
         ("syntax", "INSERT INTO 's3cret' 's3cret'", "the database refused it"),
@@ -204,7 +168,7 @@ async fn the_cause_of_a_failed_statement_never_holds_what_was_written() {
 
 #[tokio::test]
 async fn postgresql_is_told_by_its_constraint_and_never_by_a_value() {
-    let (log, _guard) = Log::install();
+    let (log, _guard) = Log::install(Level::INFO);
     let (_server, url) = postgres::PostgresServer::shared();
     let store = PostgresStore::connect(&url).await.unwrap();
     store.migrate().await.unwrap();
@@ -250,7 +214,7 @@ async fn postgresql_is_told_by_its_constraint_and_never_by_a_value() {
 
 #[tokio::test]
 async fn a_savepoint_that_was_dropped_is_named_as_the_cause() {
-    let (log, _guard) = Log::install();
+    let (log, _guard) = Log::install(Level::INFO);
     let shop = Shop::open().await;
     let handler = service_fn(|request: Request<Full<Bytes>>| async move {
         let mut tx = Tx::<Sqlite>::take(request.extensions()).unwrap();
@@ -266,7 +230,7 @@ async fn a_savepoint_that_was_dropped_is_named_as_the_cause() {
 
 #[tokio::test]
 async fn what_a_handler_does_not_know_and_panics_are_told_in_words_with_the_reference() {
-    let (log, _guard) = Log::install();
+    let (log, _guard) = Log::install(Level::INFO);
     let store = Arc::new(tower_idempotency::MemoryStore::new());
     let marked = || Config::builder().effects(tower_idempotency::Effects::Marked);
     let ask = async |config: tower_idempotency::ConfigBuilder, key: &str, panics: bool| {
@@ -319,7 +283,7 @@ async fn what_a_handler_does_not_know_and_panics_are_told_in_words_with_the_refe
 
 #[tokio::test]
 async fn a_request_that_finds_every_connection_in_use_says_so_in_the_log() {
-    let (log, _guard) = Log::install();
+    let (log, _guard) = Log::install(Level::INFO);
     let (_server, url) = postgres::PostgresServer::shared();
     let pool = sqlx::postgres::PgPoolOptions::new().max_connections(2).connect(&url).await.unwrap();
     let store = PostgresStore::from_pool(pool);

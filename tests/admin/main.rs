@@ -10,13 +10,13 @@ mod router;
 #[path = "../support/mod.rs"]
 mod support;
 
-use std::io::Write;
 use std::num::NonZeroU32;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
 use futures_util::FutureExt as _;
+use support::log::Log;
 use support::redis::RedisServer;
 use tower_idempotency::admin::{
     Auditor, By, Detail, Operator, OperatorError, RecordView, Settlement, Version, Who, Why,
@@ -32,7 +32,6 @@ use tower_idempotency::{
     Fingerprint, Fingerprints, HeaderRules, HolderId, IdempotencyKey, Identity, Lease, MemoryStore,
     RecipeId, RedisStore, StorageKey, Store, StoredBody, StoredResponse,
 };
-use tracing_subscriber::fmt::MakeWriter;
 
 const TERMS: Terms = Terms {
     lease: Duration::from_secs(600),
@@ -473,44 +472,9 @@ async fn a_pass_that_is_given_up_leaves_the_last_listing() {
     }
 }
 
-/// Collects what is logged.
-#[derive(Clone, Default)]
-struct Log(Arc<Mutex<Vec<u8>>>);
-
-impl Log {
-    fn text(&self) -> String {
-        String::from_utf8(self.0.lock().unwrap().clone()).unwrap()
-    }
-}
-
-impl Write for Log {
-    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
-        self.0.lock().unwrap().extend_from_slice(bytes);
-        Ok(bytes.len())
-    }
-
-    fn flush(&mut self) -> std::io::Result<()> {
-        Ok(())
-    }
-}
-
-impl<'a> MakeWriter<'a> for Log {
-    type Writer = Self;
-
-    fn make_writer(&'a self) -> Self {
-        self.clone()
-    }
-}
-
 #[tokio::test]
 async fn a_change_leaves_two_events_and_nothing_of_key_or_body() {
-    let log = Log::default();
-    let subscriber = tracing_subscriber::fmt()
-        .with_max_level(tracing_subscriber::filter::LevelFilter::TRACE)
-        .with_writer(log.clone())
-        .with_ansi(false)
-        .finish();
-    let _guard = tracing::subscriber::set_default(subscriber);
+    let (log, _guard) = Log::install(tracing::Level::TRACE);
     let store = Arc::new(MemoryStore::new());
     let operator = Operator::new(Arc::clone(&store));
     let key = unknown(&*store, "planted-key-4242").await;
@@ -520,7 +484,7 @@ async fn a_change_leaves_two_events_and_nothing_of_key_or_body() {
     let seen = version(&operator, key).await;
     operator.forget(key, seen, by("cleared")).await.unwrap();
 
-    let text = log.text();
+    let text = log.take();
     let events = text.lines().filter(|line| line.contains("tower_idempotency::audit"));
     let events: Vec<_> = events.collect();
     assert_eq!(events.len(), 4, "{text}");

@@ -14,6 +14,9 @@ mod extractors;
 mod fingerprint;
 mod harness;
 mod key_syntax;
+#[allow(dead_code, unreachable_pub, reason = "each test program uses a part of it")]
+#[path = "../support/log.rs"]
+mod log;
 #[path = "../support/named.rs"]
 mod named;
 mod outcomes;

@@ -23,6 +23,7 @@ use tower_idempotency::middleware::{ResponseBody, ResponseFuture};
 use tower_idempotency::{Config, Idempotency, IdempotencyLayer, MemoryStore, MissingKey, Scope};
 
 use crate::harness::{Ask, Gate, Ledger, Seen, Shop, defaults, get, post, secs, settle_down};
+use crate::log::Log;
 
 fn layer() -> IdempotencyLayer {
     let config = Config::builder().scope(Scope::global()).missing_key(MissingKey::PassThrough);
@@ -448,9 +449,7 @@ fn public_types_can_be_cloned_and_sent_and_shared_where_a_server_needs_it() {
 #[tokio::test]
 async fn the_span_of_the_caller_is_carried_into_the_handler() {
     use tracing::Instrument as _;
-    let _guard = tracing::subscriber::set_default(
-        tracing_subscriber::fmt().with_writer(std::io::sink).finish(),
-    );
+    let (_log, _guard) = Log::install(tracing::Level::INFO);
     let shop = Shop::serving(defaults, |ledger| {
         Router::new().fallback(async move || {
             let span = tracing::Span::current();

@@ -9,6 +9,7 @@ pub mod breaking;
 pub mod frontend;
 pub mod groups;
 pub mod load;
+pub mod log;
 pub mod postgres;
 pub mod redis;
 pub mod relay;
