@@ -16,7 +16,7 @@ use tower_idempotency::record::{Claim, ClaimOutcome, Effects, OnExpired, Release
 use tower_idempotency::store::{Fault, Faulty, Gate, Verb};
 use tower_idempotency::{
     Config, Fingerprint, Fingerprints, HolderId, IdempotencyKey, IdempotencyLayer, Identity,
-    MemoryStore, Outcome, Recipe, Scope, StorageKey, Store as _,
+    MemoryStore, Outcome, Recipe, Scope, StorageKey, Store as _, StoreErrorKind,
 };
 
 /// A server whose handler waits at a gate, and counts how often it ran.
@@ -103,6 +103,77 @@ async fn who_waits_for_a_twin_in_its_process_asks_the_store_nothing_and_gets_the
     }
     assert_eq!(server.runs.load(Ordering::SeqCst), 1);
     assert_eq!(server.store.calls(Verb::Claim), 1, "nobody asked at the end either");
+}
+
+#[tokio::test(start_paused = true)]
+async fn retries_that_arrive_while_the_key_is_claimed_wait_for_what_comes_of_it() {
+    let server = Server::new();
+    let gate = Gate::new();
+    server.store.inject(Verb::Claim, Fault::HoldReply(gate.clone()));
+    let all: Vec<_> = (0..50).map(|_| tokio::spawn(server.clone().pay("order"))).collect();
+    gate.reached_by(1).await;
+    tokio::time::sleep(Duration::from_millis(100)).await;
+    gate.open();
+    server.started.acquire().await.unwrap().forget();
+    // Longer than they would wait for a claim.
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    server.gate.add_permits(1);
+    for one in all {
+        assert_eq!(one.await.unwrap(), (200, "order".to_owned()));
+    }
+    assert_eq!(server.runs.load(Ordering::SeqCst), 1);
+    assert_eq!(server.store.calls(Verb::Claim), 1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn retries_that_arrive_while_a_replay_is_fetched_share_it() {
+    let server = Server::new();
+    server.gate.add_permits(1);
+    assert_eq!(server.clone().pay("order").await.0, 200);
+    let gate = Gate::new();
+    server.store.inject(Verb::Claim, Fault::HoldReply(gate.clone()));
+    let all: Vec<_> = (0..50).map(|_| tokio::spawn(server.clone().pay("order"))).collect();
+    gate.reached_by(1).await;
+    tokio::time::sleep(Duration::from_millis(100)).await;
+    let another = server.clone().pay("another order").await;
+    assert_eq!(another.0, 422, "{another:?}");
+    gate.open();
+    for one in all {
+        assert_eq!(one.await.unwrap(), (200, "order".to_owned()));
+    }
+    assert_eq!(server.runs.load(Ordering::SeqCst), 1);
+    assert_eq!(server.store.calls(Verb::Claim), 3, "the run, the others together, the other one");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_claim_that_takes_long_holds_up_nobody_else_for_long() {
+    let server = Server::new();
+    let gate = Gate::new();
+    server.store.inject(Verb::Claim, Fault::HoldReply(gate.clone()));
+    let first = tokio::spawn(server.clone().pay("order"));
+    gate.reached_by(1).await;
+    let began = tokio::time::Instant::now();
+    server.store.inject(Verb::Claim, Fault::Fail(StoreErrorKind::Full));
+    assert_eq!(server.clone().pay("order").await.0, 503);
+    assert_eq!(began.elapsed(), Duration::from_millis(250));
+    gate.open();
+    server.gate.add_permits(1);
+    assert_eq!(first.await.unwrap().0, 200);
+}
+
+#[tokio::test(start_paused = true)]
+async fn after_a_claim_that_failed_each_retry_asks_for_itself() {
+    let server = Server::new();
+    server.store.inject(Verb::Claim, Fault::LoseRequest);
+    server.store.inject(Verb::Claim, Fault::Fail(StoreErrorKind::Full));
+    let first = tokio::spawn(server.clone().pay("order"));
+    let others: Vec<_> = (0..5).map(|_| tokio::spawn(server.clone().pay("order"))).collect();
+    server.gate.add_permits(1);
+    assert_eq!(first.await.unwrap().0, 503);
+    for other in others {
+        assert_eq!(other.await.unwrap(), (200, "order".to_owned()));
+    }
+    assert_eq!(server.runs.load(Ordering::SeqCst), 1);
 }
 
 #[tokio::test(start_paused = true)]

@@ -5,7 +5,7 @@ use tokio::time::{Instant, sleep};
 
 use super::observe::Waiting;
 use super::reconcile::Answered;
-use super::wait::{Seat, Stored, Woken};
+use super::wait::{Claiming, Met, Seat, Stored, Woken};
 use super::{
     Call, Conclusion, Engine, RETRY_AFTER_UNAVAILABLE, observe, pause, unavailable, unreadable,
 };
@@ -30,6 +30,8 @@ pub(super) struct Held {
     pub(super) lease: Lease,
     pub(super) since: Instant,
     pub(super) granted: Instant,
+    /// Whoever came meanwhile waits for what comes of it.
+    pub(super) claiming: Option<Claiming>,
 }
 
 /// How claiming ended.
@@ -89,16 +91,20 @@ impl Engine {
             effects: policy.effects,
         };
         let wait_until = now + policy.wait;
-        let (mut since, mut seat) = (now, None);
-        if !policy.wait.is_zero()
-            && let Some(beside) = self.0.room.take_seat_beside(call.storage_key, &call.fingerprints)
-        {
-            // As long as that one runs and holds its lease, the store could only say that it does.
-            match Box::pin(self.wait_beside(call, beside, wait_until)).await {
-                Ok(conclusion) => return Claimed::Concluded(conclusion),
-                Err(taken) => seat = Some(taken),
+        let (mut since, mut seat, mut claiming) = (now, None, None);
+        if !policy.wait.is_zero() {
+            match self.0.room.enter(call.storage_key, &call.fingerprints) {
+                // As long as that one runs and holds its lease, the store could only say that it does.
+                Met::Twin(beside) => {
+                    match Box::pin(self.wait_beside(call, beside, wait_until)).await {
+                        Ok(conclusion) => return Claimed::Concluded(conclusion),
+                        Err(taken) => seat = Some(taken),
+                    }
+                    since = Instant::now();
+                }
+                Met::Nobody(first) => claiming = Some(first),
+                Met::Stranger => {}
             }
-            since = Instant::now();
         }
         let mut progress = Progress { found: None, inquiries: 0 };
         let mut in_doubt = false;
@@ -106,6 +112,7 @@ impl Engine {
             let Reply { outcome, at: granted, in_doubt: doubtful } =
                 self.claim_surely(call.storage_key, &claim, policy, since).await;
             in_doubt |= doubtful;
+            let claiming = claiming.take();
             if let (Some((seat, _)), false) =
                 (&seat, matches!(outcome, Ok(ClaimOutcome::InFlight { .. })))
             {
@@ -114,10 +121,17 @@ impl Engine {
             let remaining = match outcome {
                 Err(_) => return Claimed::StoreDown { claim, in_doubt },
                 Ok(ClaimOutcome::Acquired(lease)) => {
-                    return Claimed::Lease(Held { lease, since, granted });
+                    return Claimed::Lease(Held { lease, since, granted, claiming });
                 }
-                Ok(ClaimOutcome::InFlight { remaining }) => remaining,
+                Ok(ClaimOutcome::InFlight { remaining }) => {
+                    drop(claiming);
+                    remaining
+                }
                 Ok(ClaimOutcome::Completed(response)) => {
+                    if let Some(claiming) = claiming {
+                        let fingerprint = call.fingerprints.current();
+                        claiming.stored(Stored { fingerprint, response: response.clone() });
+                    }
                     let conclusion = match progress.found {
                         Some(found) if found == response => Conclusion::reconciled(response),
                         Some(_) | None => Conclusion::replay(response),
@@ -126,6 +140,7 @@ impl Engine {
                 }
                 Ok(ClaimOutcome::Mismatch) => return Claimed::refused(RejectionKind::KeyReused),
                 Ok(ClaimOutcome::Indeterminate(unsettled)) => {
+                    drop(claiming);
                     match Box::pin(self.inquire(call, unsettled, &mut progress)).await {
                         Ok(()) => {
                             since = Instant::now();

@@ -380,13 +380,13 @@ impl Engine {
         F: Future<Output = Ran<T>> + Send,
         T: Send,
     {
-        let Held { lease, since, granted } = held;
+        let Held { lease, since, granted, claiming } = held;
         let policy = &call.policy;
         let _in_flight = Gauge::in_flight();
         let lost = CancellationToken::new();
         let fingerprint = call.fingerprints.current();
         let until = since + policy.terms.lease;
-        let owning = self.0.room.own(call.storage_key, fingerprint, lost.clone(), until);
+        let owning = self.0.room.own(call.storage_key, fingerprint, lost.clone(), until, claiming);
         let since = match self.freshened(&lease, since, granted, policy).await {
             Ok(since) => since,
             Err(rejection) => return Some(Conclusion::Refused(rejection)),

@@ -3,7 +3,8 @@
 //! A waiter never runs because "the key looks free": it is woken, and claims again.
 //!
 //! * The twin runs in this process: its end wakes all waiters at once, with the response that it stored. Whoever
-//!   comes while it runs does not ask the store before that.
+//!   comes while it runs does not ask the store before that; nor does who comes while it asks for the key, since
+//!   retries that arrive together would all be told the same.
 //! * It runs elsewhere: one waiter per key polls, every few milliseconds at first and tens of
 //!   milliseconds later, and wakes the others. So a storm on one key costs one poll at a time.
 
@@ -52,6 +53,8 @@ struct Keys {
 
 #[derive(Debug, Default)]
 struct Entry {
+    /// For whom the key is being claimed, if others wait for what comes of that.
+    claiming: Option<Fingerprint>,
     owners: usize,
     /// Whom the owner runs for; none once there was a second owner, as one of them has lost the key then.
     running: Option<Running>,
@@ -71,7 +74,7 @@ struct Running {
     until: Instant,
 }
 
-/// The end of a twin in this process.
+/// The end of a twin in this process, or of its claim if that gave it nothing to run.
 #[derive(Debug, Default)]
 struct Settlement {
     ended: CancellationToken,
@@ -94,6 +97,26 @@ struct Elsewhere {
     changed: Notify,
 }
 
+/// What a request meets that comes for a key.
+#[derive(Debug)]
+pub(super) enum Met {
+    /// The same request runs in this process or claims the key: a seat beside it.
+    Twin(Seat),
+    /// Nobody: the others may wait for what comes of its claim.
+    Nobody(Claiming),
+    /// Somebody that says nothing of this request, or no seat is left.
+    Stranger,
+}
+
+/// Marks a key as being claimed by this process until it is dropped.
+#[derive(Debug)]
+pub(super) struct Claiming {
+    /// None once the key is run.
+    room: Option<Arc<Room>>,
+    key: StorageKey,
+    stored: Option<Stored>,
+}
+
 /// Marks a key as run by this process until it is dropped.
 #[derive(Debug)]
 pub(super) struct Owning {
@@ -107,7 +130,17 @@ pub(super) struct Owning {
 pub(super) struct Seat {
     room: Arc<Room>,
     key: StorageKey,
+    /// Beside whom it was taken, until the first wait is over.
+    beside: Option<Beside>,
     next_poll: Duration,
+}
+
+/// A twin of this process that was met on entering.
+#[derive(Clone, Debug)]
+struct Beside {
+    settled: Arc<Settlement>,
+    /// It was claiming the key then, and may run by now.
+    claiming: bool,
 }
 
 /// Why a wait ended.
@@ -121,6 +154,9 @@ pub(super) enum Woken {
     TimedOut,
 }
 
+/// So long a request waits for the claim of another one. A store that takes longer is in trouble, and each request
+/// has a time of its own for that.
+const CLAIM_TOGETHER: Duration = Duration::from_millis(250);
 /// The first poll comes soon, for a twin that settled just before the wait began.
 const POLL_FIRST: Duration = Duration::from_millis(5);
 /// Later polls: a waiter learns of an answer within tens of milliseconds.
@@ -136,48 +172,77 @@ impl Room {
         self.keys.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Whom a request meets that comes for a key. A twin is one for the same request that is being claimed or
+    /// holds its lease.
+    pub(super) fn enter(self: &Arc<Self>, key: StorageKey, fingerprints: &Fingerprints) -> Met {
+        let mut keys = self.lock();
+        let entry = keys.by_key.entry(key).or_default();
+        let same = |print| fingerprints.compare(print) == Comparison::Same;
+        let holds = |run: &Running| !run.lost.is_cancelled() && Instant::now() < run.until;
+        let twin = match (&entry.running, entry.claiming) {
+            (Some(running), _) => same(running.fingerprint) && holds(running),
+            (None, Some(claiming)) => same(claiming),
+            (None, None) if entry.owners == 0 => {
+                entry.claiming = Some(fingerprints.current());
+                let room = Some(Arc::clone(self));
+                return Met::Nobody(Claiming { room, key, stored: None });
+            }
+            (None, None) => false,
+        };
+        let seat = if twin {
+            let claiming = entry.owners == 0;
+            let settled = Arc::clone(entry.settled.get_or_insert_default());
+            self.seat(keys, key, Some(Beside { settled, claiming }))
+        } else {
+            None
+        };
+        seat.map_or(Met::Stranger, Met::Twin)
+    }
+
+    /// Marks the key as run, by who claimed it.
     pub(super) fn own(
         self: &Arc<Self>,
         key: StorageKey,
         fingerprint: Fingerprint,
         lost: CancellationToken,
         until: Instant,
+        claiming: Option<Claiming>,
     ) -> Owning {
         let mut keys = self.lock();
         let entry = keys.by_key.entry(key).or_default();
         entry.owners += 1;
         entry.running = (entry.owners == 1).then_some(Running { fingerprint, lost, until });
+        if let Some(mut claiming) = claiming {
+            // Whoever waits for the claim waits for the run from now on.
+            entry.claiming = None;
+            claiming.room = None;
+        }
         drop(keys);
         Owning { room: Arc::clone(self), key, stored: None }
     }
 
-    /// A seat beside a run of this process for the same request that holds its lease, if there is one and not
-    /// too many wait already.
-    pub(super) fn take_seat_beside(
-        self: &Arc<Self>,
-        key: StorageKey,
-        fingerprints: &Fingerprints,
-    ) -> Option<Seat> {
-        let keys = self.lock();
-        let running = keys.by_key.get(&key)?.running.as_ref()?;
-        let same = fingerprints.compare(running.fingerprint) == Comparison::Same;
-        let holds = !running.lost.is_cancelled() && Instant::now() < running.until;
-        if same && holds { self.seat(keys, key) } else { None }
-    }
-
     /// A seat, or `None` if too many wait already.
     pub(super) fn take_seat(self: &Arc<Self>, key: StorageKey) -> Option<Seat> {
-        self.seat(self.lock(), key)
+        self.seat(self.lock(), key, None)
     }
 
-    fn seat(self: &Arc<Self>, mut keys: MutexGuard<'_, Keys>, key: StorageKey) -> Option<Seat> {
+    fn seat(
+        self: &Arc<Self>,
+        mut keys: MutexGuard<'_, Keys>,
+        key: StorageKey,
+        beside: Option<Beside>,
+    ) -> Option<Seat> {
         let waiting = keys.by_key.get(&key).map_or(0, |entry| entry.waiting);
         if keys.waiting >= self.limits.total || waiting >= self.limits.per_key {
             return None;
         }
         keys.by_key.entry(key).or_default().waiting += 1;
         keys.waiting += 1;
-        Some(Seat { room: Arc::clone(self), key, next_poll: POLL_FIRST })
+        Some(Seat { room: Arc::clone(self), key, beside, next_poll: POLL_FIRST })
+    }
+
+    fn runs(&self, key: StorageKey) -> bool {
+        self.lock().by_key.get(&key).is_some_and(|entry| entry.owners > 0)
     }
 
     /// Leaves a key's entry by `leave`, and removes the entry once nobody is in it.
@@ -186,7 +251,8 @@ impl Room {
         let Keys { by_key, waiting } = &mut *keys;
         if let Occupied(mut entry) = by_key.entry(key) {
             leave(entry.get_mut(), waiting);
-            if entry.get().owners == 0 && entry.get().waiting == 0 {
+            let left = entry.get();
+            if left.owners == 0 && left.waiting == 0 && left.claiming.is_none() {
                 entry.remove();
             }
         }
@@ -215,19 +281,52 @@ impl Owning {
     }
 }
 
+impl Settlement {
+    async fn end(&self) -> Woken {
+        self.ended.cancelled().await;
+        self.stored.get().cloned().map_or(Woken::ClaimAgain, Woken::Stored)
+    }
+}
+
+impl Claiming {
+    /// Ends it with what the store has for this request.
+    pub(super) fn stored(mut self, stored: Stored) {
+        self.stored = Some(stored);
+    }
+}
+
+impl Drop for Claiming {
+    fn drop(&mut self) {
+        if let Some(room) = self.room.take() {
+            let stored = self.stored.take();
+            room.leave(self.key, |entry, _| {
+                entry.claiming = None;
+                entry.settle(stored);
+            });
+        }
+    }
+}
+
+impl Entry {
+    /// Wakes those who wait for a twin of this process.
+    fn settle(&mut self, stored: Option<Stored>) {
+        if let Some(settled) = self.settled.take() {
+            if let Some(stored) = stored {
+                // It is made by waiters and taken by the first end after that, so nothing is in it.
+                let _ = settled.stored.set(stored);
+            }
+            settled.ended.cancel();
+        }
+    }
+}
+
 impl Drop for Owning {
     fn drop(&mut self) {
         let stored = self.stored.take();
         self.room.leave(self.key, |entry, _| {
             entry.owners -= 1;
             entry.running = None;
-            if let Some(settled) = entry.settled.take() {
-                if let Some(stored) = stored {
-                    // It is made by waiters and taken by the first end after that, so nothing is in it.
-                    let _ = settled.stored.set(stored);
-                }
-                settled.ended.cancel();
-            }
+            entry.settle(stored);
             if let Some(elsewhere) = &entry.elsewhere {
                 elsewhere.changed.notify_waiters();
             }
@@ -256,6 +355,23 @@ impl Seat {
     /// # Cancel safety
     /// Dropping the future leaves the seat as it was.
     pub(super) async fn wait(&mut self, deadline: Instant) -> Woken {
+        if let Some(Beside { settled, claiming }) = self.beside.clone() {
+            let patience =
+                if claiming { deadline.min(Instant::now() + CLAIM_TOGETHER) } else { deadline };
+            let woken = tokio::select! {
+                biased;
+                woken = settled.end() => Some(woken),
+                () = sleep_until(patience) => None,
+            };
+            self.beside = None;
+            match woken {
+                Some(woken) => return woken,
+                None if patience == deadline => return Woken::TimedOut,
+                // What was claimed then may run by now.
+                None if self.room.runs(self.key) => {}
+                None => return Woken::ClaimAgain,
+            }
+        }
         let twin = self.twin();
         tokio::select! {
             biased;
@@ -289,10 +405,7 @@ impl Seat {
 
     async fn woken(&mut self, twin: Twin) -> Woken {
         match twin {
-            Twin::Here(settled) => {
-                settled.ended.cancelled().await;
-                settled.stored.get().cloned().map_or(Woken::ClaimAgain, Woken::Stored)
-            }
+            Twin::Here(settled) => settled.end().await,
             Twin::Elsewhere(elsewhere) => {
                 let pause = self.next_poll;
                 self.next_poll = (pause * 3 / 2).min(POLL_MAX);
@@ -330,7 +443,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn the_end_of_a_twin_in_this_process_wakes_all_waiters_at_once() {
         let room = Room::new(WaitLimits::default());
-        let owning = room.own(KEY, print(), CancellationToken::new(), soon());
+        let owning = room.own(KEY, print(), CancellationToken::new(), soon(), None);
         let start = Instant::now();
         let waiters: Vec<_> = (0..50)
             .map(|_| {
@@ -345,6 +458,30 @@ mod tests {
         }
         assert_eq!(start.elapsed(), Duration::ZERO);
         assert!(room.is_empty());
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_claim_that_gave_nothing_to_run_wakes_who_waits_for_it_and_leaves_nothing_behind() {
+        let room = Room::new(WaitLimits::default());
+        let prints = Fingerprints::one(print());
+        for stored in [None, Some(Stored { fingerprint: print(), response: Bytes::from("paid") })] {
+            let Met::Nobody(claiming) = room.enter(KEY, &prints) else { panic!("there is nobody") };
+            let Met::Twin(mut seat) = room.enter(KEY, &prints) else { panic!("it is a twin") };
+            let other =
+                Fingerprint::from_stored(crate::fingerprint::RecipeId::from_bytes([1; 4]), [8; 32]);
+            assert!(matches!(room.enter(KEY, &Fingerprints::one(other)), Met::Stranger));
+            // Ended before the wait begins, which is no reason to wait.
+            match stored.clone() {
+                Some(stored) => claiming.stored(stored),
+                None => drop(claiming),
+            }
+            let began = Instant::now();
+            let woken = seat.wait(soon()).await;
+            assert_eq!(woken, stored.map_or(Woken::ClaimAgain, Woken::Stored));
+            assert_eq!(began.elapsed(), Duration::ZERO);
+            drop(seat);
+            assert!(room.is_empty());
+        }
     }
 
     #[tokio::test(start_paused = true)]
