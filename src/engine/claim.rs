@@ -3,12 +3,11 @@
 
 use tokio::time::{Instant, sleep};
 
+use super::arrive::Before;
 use super::observe::Waiting;
 use super::reconcile::Answered;
-use super::wait::{Claiming, Met, Seat, Stored, Woken};
-use super::{
-    Call, Conclusion, Engine, RETRY_AFTER_UNAVAILABLE, observe, pause, unavailable, unreadable,
-};
+use super::wait::{Claiming, Seat, Stored, Woken};
+use super::{Call, Conclusion, Engine, observe, pause, unavailable, unreadable};
 use crate::config::{Enforcement, Policy, Recovery};
 use crate::error::{Rejection, RejectionKind, StoreError, StoreErrorKind};
 use crate::fingerprint::Comparison;
@@ -60,7 +59,7 @@ pub(super) struct Reply<T> {
 }
 
 /// A seat that is taken, counted.
-fn seated(seat: Seat, policy: &Policy) -> (Seat, Waiting) {
+pub(super) fn seated(seat: Seat, policy: &Policy) -> (Seat, Waiting) {
     if policy.enforcement == Enforcement::Shadow {
         observe::shadow_waits();
     }
@@ -68,7 +67,7 @@ fn seated(seat: Seat, policy: &Policy) -> (Seat, Waiting) {
 }
 
 /// True if what a twin stored answers this very request.
-fn is_for(call: &Call, stored: &Stored) -> bool {
+pub(super) fn is_for(call: &Call, stored: &Stored) -> bool {
     call.fingerprints.compare(stored.fingerprint) == Comparison::Same
 }
 
@@ -80,8 +79,8 @@ struct Progress {
 }
 
 impl Engine {
-    /// Claims the key now, waiting for a running twin within the policy's bound.
-    pub(super) async fn claim<T>(&self, call: &Call, now: Instant) -> Claimed<T> {
+    /// Claims the key, waiting for a running twin within the policy's bound from `at` on.
+    pub(super) async fn claim<T>(&self, call: &Call, at: Instant, before: Before) -> Claimed<T> {
         let policy = &call.policy;
         let claim = Claim {
             holder: HolderId::random(),
@@ -90,22 +89,12 @@ impl Engine {
             on_expired: policy.recovery.on_expired(),
             effects: policy.effects,
         };
-        let wait_until = now + policy.wait;
-        let (mut since, mut seat, mut claiming) = (now, None, None);
-        if !policy.wait.is_zero() {
-            match self.0.room.enter(call.storage_key, &call.fingerprints) {
-                // As long as that one runs and holds its lease, the store could only say that it does.
-                Met::Twin(beside) => {
-                    match Box::pin(self.wait_beside(call, beside, wait_until)).await {
-                        Ok(conclusion) => return Claimed::Concluded(conclusion),
-                        Err(taken) => seat = Some(taken),
-                    }
-                    since = Instant::now();
-                }
-                Met::Nobody(first) => claiming = Some(first),
-                Met::Stranger => {}
-            }
-        }
+        let wait_until = at + policy.wait;
+        let (mut since, mut seat, mut claiming) = match before {
+            Before::First(claiming) => (at, None, Some(claiming)),
+            Before::Waited(seat, waiting) => (Instant::now(), Some((seat, waiting)), None),
+            Before::Nothing => (at, None, None),
+        };
         let mut progress = Progress { found: None, inquiries: 0 };
         let mut in_doubt = false;
         loop {
@@ -190,35 +179,6 @@ impl Engine {
             }
             since = Instant::now();
         }
-    }
-
-    /// Waits for a run of this process. If that does not answer the request, the store has to be asked, and the seat
-    /// is kept for that.
-    async fn wait_beside<T>(
-        &self,
-        call: &Call,
-        seat: Seat,
-        until: Instant,
-    ) -> Result<Conclusion<T>, (Seat, Waiting)> {
-        let in_use = || {
-            // What is left of the lease is for the store to say.
-            let rejection = Rejection::new(RejectionKind::KeyInUse);
-            Conclusion::Refused(rejection.with_retry_after(RETRY_AFTER_UNAVAILABLE))
-        };
-        let (mut seat, waiting) = seated(seat, &call.policy);
-        tokio::select! {
-            biased;
-            woken = seat.wait(until) => match woken {
-                Woken::Stored(stored) if is_for(call, &stored) => {
-                    return Ok(Conclusion::replay(stored.response));
-                }
-                Woken::Stored(_) | Woken::ClaimAgain | Woken::TimedOut => {}
-            },
-            // Neither after a shutdown has begun nor for one who left is anything claimed any more.
-            () = self.0.closing.cancelled() => return Ok(in_use()),
-            () = call.departure.notified() => return Ok(in_use()),
-        }
-        Err((seat, waiting))
     }
 
     /// Asks the route's hook about an interrupted attempt, if there is one: `Ok` if it is worth

@@ -9,6 +9,7 @@
 //! 3. *Settle*: complete or release, sent again within a bound.
 //! 4. *Answer* whoever still waits.
 
+mod arrive;
 mod attend;
 mod claim;
 mod execution;
@@ -52,6 +53,7 @@ use crate::response::{StoredBody, StoredResponse};
 use crate::scope::{CallerId, DownstreamSeed, Identity, StorageKey};
 use crate::store::{Lease, Store};
 use crate::token::{Attempt, Fence};
+use arrive::Arrival;
 use attend::{Attendance, Watched};
 use claim::{Claimed, Held};
 use keeper::Kept;
@@ -262,36 +264,12 @@ impl Engine {
         self.0.running.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Takes a request from its claim to its conclusion, in a task that outlives the caller.
-    ///
-    /// # Cancel safety
-    /// Dropping the future leaves the task running: the handler finishes and is recorded.
-    pub(crate) fn execute<T, H, F>(
-        &self,
-        call: Arc<Call>,
-        handler: H,
-    ) -> impl Future<Output = Conclusion<T>> + Send + use<T, H, F>
-    where
-        H: FnMut(Run) -> F + Send + 'static,
-        F: Future<Output = Ran<T>> + Send + 'static,
-        T: Send + 'static,
-    {
-        // Not within the future: what it is given would take its room in there to the end.
-        let begun = self.begin(call, handler);
-        async move {
-            // Nobody knows what it had done when it panicked, or the runtime ended under it.
-            let unknown = || Conclusion::refused(RejectionKind::OutcomeUnknown);
-            match begun {
-                Ok(attendance) => attendance.await.unwrap_or_else(unknown),
-                Err(rejection) => Conclusion::Refused(rejection),
-            }
-        }
-    }
-
+    /// Begins to take a request from its claim to its conclusion, in a task that outlives the caller.
     fn begin<T, H, F>(
         &self,
         call: Arc<Call>,
         handler: H,
+        arrival: Arrival,
     ) -> Result<Attendance<Arc<Call>, Conclusion<T>>, Rejection>
     where
         H: FnMut(Run) -> F + Send + 'static,
@@ -311,7 +289,7 @@ impl Engine {
             return Err(rejection);
         };
         let span = observe::span(call.storage_key, &call.span);
-        let work = self.clone().conduct(Arc::clone(&call), handler, place);
+        let work = self.clone().conduct(Arc::clone(&call), handler, arrival, place);
         Ok(Attendance::begin(&self.0.tracker, call, work.instrument(span)))
     }
 
@@ -323,6 +301,7 @@ impl Engine {
         self,
         call: Arc<Call>,
         mut handler: H,
+        arrival: Arrival,
         // The handler counts to its end, not only for as long as its client stays.
         place: Place,
     ) -> impl Future<Output = Conclusion<T>> + Send + use<T, H, F>
@@ -333,10 +312,11 @@ impl Engine {
     {
         async move {
             let _place = place;
-            let arrived = Instant::now();
+            let Arrival { at, mut before } = arrival;
             for run in 1..=RUNS_MAX {
-                let now = if run == 1 { arrived } else { Instant::now() };
-                let conclusion = match self.claim(&call, now).await {
+                let from = if run == 1 { at } else { Instant::now() };
+                let claimed = self.claim(&call, from, std::mem::take(&mut before)).await;
+                let conclusion = match claimed {
                     Claimed::Lease(held) => match self.run(&call, held, &mut handler, run).await {
                         Some(conclusion) => conclusion,
                         None => continue,
@@ -357,11 +337,11 @@ impl Engine {
                     }
                     Claimed::Concluded(conclusion) => conclusion,
                 };
-                conclusion.tell(&call, arrived.elapsed());
+                conclusion.tell(&call, at.elapsed());
                 return conclusion;
             }
             let conclusion = Conclusion::refused(unavailable());
-            conclusion.tell(&call, arrived.elapsed());
+            conclusion.tell(&call, at.elapsed());
             conclusion
         }
     }
