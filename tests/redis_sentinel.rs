@@ -9,7 +9,8 @@ use std::time::{Duration, Instant};
 
 use support::groups::SentinelGroup;
 use support::load::Load;
-use support::store::{CALL_TIMEOUT, granted, new_key, recovers, works};
+use support::store::{CALL_TIMEOUT, TERMS, claim, granted, name_of, new_key, recovers, works};
+use tower_idempotency::record::{Release, ReleaseOutcome, RenewOutcome, Renewal, Verdict};
 use tower_idempotency::{RedisStore, Store as _, StoreErrorKind};
 
 /// How long it may take until somebody is served again: the Sentinels look for a second, elect, and
@@ -68,6 +69,74 @@ async fn c21_an_ordered_failover_is_followed_and_charges_nobody_twice() {
     let report = load.finish().await;
     println!("{report:?}");
     assert!(report.longest_gap < SECONDS, "{report:?}");
+}
+
+/// Gives the first server's place to another one, without its knowing: the Sentinels may not tell it.
+fn depose_unnoticed(group: &SentinelGroup) -> u16 {
+    let first = group.servers[0].port();
+    group.servers[0].cli(&["acl", "setuser", "default", "-replicaof", "-slaveof"]);
+    group.sentinels[0].cli(&["sentinel", "failover", "main"]);
+    group.wait_for_failover_from(first);
+    assert!(group.servers[0].cli(&["info", "replication"]).contains("role:master"));
+    group.primary_port()
+}
+
+/// Until the Sentinels have heard of it from one another, and have been asked: two seconds and one.
+const LEFT_WITHIN: Duration = Duration::from_secs(6);
+
+#[tokio::test]
+async fn c21_a_primary_that_was_given_up_and_still_serves_is_left() {
+    let group = SentinelGroup::start(1);
+    let (busy, idle) = (connect(&group, 0).await, connect(&group, 0).await);
+    works(&busy).await;
+    works(&idle).await;
+    let now = depose_unnoticed(&group);
+    let primary = group.servers.iter().find(|server| server.port() == now).unwrap();
+    let begun = Instant::now();
+    loop {
+        let key = new_key();
+        drop(granted(&busy, key).await);
+        if primary.cli(&["exists", &name_of(key)]) == "1" {
+            break;
+        }
+        assert!(begun.elapsed() < LEFT_WITHIN, "it still claims where nobody looks");
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    // One that has had nothing to do since does not go back to it either.
+    tokio::time::sleep(LEFT_WITHIN.saturating_sub(begun.elapsed())).await;
+    let key = new_key();
+    drop(granted(&idle, key).await);
+    assert_eq!(primary.cli(&["exists", &name_of(key)]), "1");
+}
+
+#[tokio::test]
+async fn c21_what_is_renewed_and_given_back_goes_where_claims_go() {
+    let group = SentinelGroup::start(2);
+    let store = connect(&group, 1).await;
+    works(&store).await;
+    let (running, given_up) = (new_key(), new_key());
+    let lease = granted(&store, running).await;
+    let other = granted(&store, given_up).await;
+    // Both replicas have them.
+    for server in &group.servers[1..] {
+        server.wait_until("the claims are there", &["dbsize"], |count| count >= "3");
+    }
+    let now = depose_unnoticed(&group);
+    let primary = group.servers.iter().find(|server| server.port() == now).unwrap();
+    // Claims that wait for replicas are refused by the old one, and find the new one by that.
+    let begun = Instant::now();
+    while store.claim(new_key(), &claim()).await.is_err() {
+        assert!(begun.elapsed() < SECONDS, "nobody grants anything");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    let expiry = || -> u64 { primary.cli(&["pexpiretime", &name_of(running)]).parse().unwrap() };
+    let before = expiry();
+    let renewal = Renewal { terms: TERMS, checkpoint: None };
+    assert_eq!(store.renew(&lease, &renewal).await.unwrap(), RenewOutcome::Renewed);
+    assert!(expiry() > before, "renewed where nobody looks");
+    let release = Release { terms: TERMS, verdict: Verdict::NoEffect };
+    assert_eq!(store.release(&other, &release).await.unwrap(), ReleaseOutcome::Released);
+    drop(granted(&connect(&group, 0).await, given_up).await);
 }
 
 #[tokio::test]

@@ -3,6 +3,7 @@
 use std::future::Future;
 use std::panic::AssertUnwindSafe;
 use std::pin::Pin;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use futures_util::FutureExt as _;
@@ -33,6 +34,8 @@ pub(super) struct Kept<'a> {
     pub(super) since: Instant,
     pub(super) lost: &'a CancellationToken,
     pub(super) owning: &'a Owning,
+    /// The run is being recorded: that the key is settled is what is wanted then.
+    pub(super) settling: &'a AtomicBool,
 }
 
 impl Kept<'_> {
@@ -78,6 +81,10 @@ impl Kept<'_> {
                     next = since + length / RENEWALS_PER_LEASE;
                 }
                 Ok(RenewOutcome::Lost | RenewOutcome::Unreadable) => {
+                    if self.settling.load(Ordering::Relaxed) {
+                        // Whether it was this run that settled it is for its recording to say.
+                        return;
+                    }
                     self.signal_lost("the lease is held by somebody else, or settled");
                     return;
                 }

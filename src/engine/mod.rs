@@ -28,7 +28,7 @@ use std::fmt;
 use std::future::Future;
 use std::panic::AssertUnwindSafe;
 use std::pin::pin;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -382,8 +382,16 @@ impl Engine {
             attachments: lease.attachments().clone(),
             may_repeat: lease.is_repeatable() && run < RUNS_MAX,
         };
-        let kept =
-            Kept { engine: self, lease: &lease, policy, since, lost: &lost, owning: &owning };
+        let settling = AtomicBool::new(false);
+        let kept = Kept {
+            engine: self,
+            lease: &lease,
+            policy,
+            since,
+            lost: &lost,
+            owning: &owning,
+            settling: &settling,
+        };
         // Pinned here, and not handed on: it is large.
         let work = pin!(async {
             // The call itself may panic, not only the future it makes.
@@ -394,6 +402,7 @@ impl Engine {
                 Err(_) => Settle::Release(execution.verdict()),
             };
             let recorded = settle.clone().after_takeover(policy, lease.grant().takeover);
+            settling.store(true, Ordering::Relaxed);
             let settled = self.settle(&lease, &recorded, policy, policy.complete_within).await;
             (ran, settle, recorded, settled)
         });

@@ -12,6 +12,7 @@ use std::sync::LazyLock;
 use ::redis::{RedisResult, Value};
 use bytes::Bytes;
 
+use super::connect::in_part;
 use super::mistaken;
 use super::words::{Commands, Words};
 use crate::mistakes::{Mistake, made};
@@ -142,7 +143,7 @@ impl Places {
             (Some(time), Some(expiry)) => {
                 // If the time is refused, the command went through all the same. Whoever sent it gives up what it
                 // did, as nothing can be said about it.
-                let said = accepted(take(&mut replies, time))?;
+                let said = accepted(take(&mut replies, time)).map_err(in_part)?;
                 if let ([one, other, _], 0, 1) = (&mut replies[..], time, self.value) {
                     // As most are: they need not move.
                     (*one, *other) = (said, value);
@@ -399,7 +400,17 @@ impl Call {
 
 #[cfg(test)]
 mod tests {
+    use super::super::connect::Failure;
     use super::*;
+    use crate::error::StoreErrorKind;
+
+    struct Nowhere;
+
+    impl Commands for Nowhere {
+        fn command(&mut self, _: &Words) {}
+        fn foreign(&mut self, _: &::redis::Cmd) {}
+        fn words(&mut self, _: &[&[&[u8]]]) {}
+    }
 
     fn words(words: &[&[u8]]) -> Words {
         let mut all = Words::default();
@@ -407,6 +418,21 @@ mod tests {
             all.word(word);
         }
         all
+    }
+
+    #[test]
+    fn a_claim_whose_time_is_refused_for_the_moment_may_have_been_made() {
+        let mut set = Words::default();
+        set.word(b"SET").word(b"idem:{k}");
+        let call = Call::plain(set).timed();
+        let places = call.write(call.first_way(false), &mut Nowhere);
+        let refused = |words: &str| {
+            let error = ::redis::parse_redis_value(format!("-{words}\r\n").as_bytes()).unwrap();
+            let reply = Value::Array(vec![error, Value::Nil, Value::Int(1)]);
+            Failure::Refused(places.answer(reply).unwrap_err()).kind()
+        };
+        assert_eq!(refused("BUSY a script runs"), StoreErrorKind::OutcomeUnknown);
+        assert_eq!(refused("NOPERM no TIME for you"), StoreErrorKind::Backend);
     }
 
     #[test]

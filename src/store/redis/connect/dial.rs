@@ -1,14 +1,17 @@
 //! Making a connection, with an explicit limit on everything.
 
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use ::redis::io::tcp::TcpSettings;
 use ::redis::{AsyncConnectionConfig, Client, Cmd, ConnectionInfo, RedisResult};
 use tokio::time::timeout;
 
+use super::follow::{self, Follows, LOOK_WITHIN, Sight};
 use super::link::Line;
 use super::reasons::of_no_line;
-use super::sentinel::Sentinels;
+use super::sentinel::{Named, Place, Sentinels};
 use super::stream::{self, KEEPALIVE_IDLE};
 use super::{DialError, Failure, Message, is_about_login, is_answer};
 
@@ -21,6 +24,10 @@ pub(in crate::store::redis) struct Dialer {
     to: To,
     config: AsyncConnectionConfig,
     connect_timeout: Duration,
+    /// Grows whenever the primary is another server than before: what was connected earlier is left then.
+    era: AtomicU64,
+    known: Mutex<Option<Named>>,
+    following: AtomicBool,
 }
 
 enum To {
@@ -34,8 +41,7 @@ impl Dialer {
         info: ConnectionInfo,
         connect_timeout: Duration,
     ) -> RedisResult<Self> {
-        let to = To::One(Client::open(tuned(info))?);
-        Ok(Self { to, config: config(connect_timeout), connect_timeout })
+        Ok(Self::to(To::One(Client::open(tuned(info))?), connect_timeout))
     }
 
     /// A dialer for whatever is the primary at that moment.
@@ -49,7 +55,18 @@ impl Dialer {
         // Two steps, one after the other, beside that of connecting itself.
         let step = connect_timeout / 2;
         let to = To::Primary(Sentinels::new(sentinels, name, tuned(primary), step)?);
-        Ok(Self { to, config: config(connect_timeout), connect_timeout })
+        Ok(Self::to(to, connect_timeout))
+    }
+
+    fn to(to: To, connect_timeout: Duration) -> Self {
+        Self {
+            to,
+            config: config(connect_timeout),
+            connect_timeout,
+            era: AtomicU64::new(0),
+            known: Mutex::default(),
+            following: AtomicBool::new(false),
+        }
     }
 
     /// True if a new connection may lead to another server.
@@ -57,10 +74,76 @@ impl Dialer {
         matches!(self.to, To::Primary(_))
     }
 
-    pub(super) async fn dial(&self) -> Result<Line, DialError> {
+    /// A connection, and the era that it belongs to.
+    pub(super) async fn dial(self: &Arc<Self>) -> Result<(Line, u64), DialError> {
         match &self.to {
-            To::One(client) => open(client, &self.config, self.connect_timeout).await,
-            To::Primary(sentinels) => sentinels.dial(&self.config, self.connect_timeout).await,
+            To::One(client) => {
+                let line = open(client, &self.config, self.connect_timeout).await?;
+                Ok((line, self.era()))
+            }
+            To::Primary(sentinels) => {
+                let known = self.known().clone();
+                let (line, named) =
+                    sentinels.dial(known, &self.config, self.connect_timeout).await?;
+                let era = self.found(named);
+                follow::begin(self);
+                Ok((line, era))
+            }
+        }
+    }
+
+    /// Connections of another era lead to a server that is the primary no more.
+    pub(super) fn era(&self) -> u64 {
+        self.era.load(Ordering::Relaxed)
+    }
+
+    fn known(&self) -> MutexGuard<'_, Option<Named>> {
+        // Nothing that can panic runs while it is locked.
+        self.known.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The era of a connection to this server.
+    fn found(&self, named: Named) -> u64 {
+        let mut known = self.known();
+        match &*known {
+            // While this one was made, somebody heard of a later decision: it is left at its first call.
+            Some(later) if later.epoch > named.epoch && later.place != named.place => {
+                self.era().wrapping_sub(1)
+            }
+            Some(_) | None => self.learn(&mut known, named),
+        }
+    }
+
+    fn learn(&self, known: &mut Option<Named>, named: Named) -> u64 {
+        let place = named.place.clone();
+        let before = known.replace(named).map(|before| before.place);
+        let Some(before) = before.filter(|before| *before != place) else { return self.era() };
+        let shown = |(host, port): &Place| format!("{host}:{port}");
+        tracing::warn!(
+            from = shown(&before),
+            to = shown(&place),
+            "the primary is another Redis server than before: what the last one was told at the end is lost, as far \
+             as `wait` did not cover it"
+        );
+        self.era.fetch_add(1, Ordering::Relaxed).wrapping_add(1)
+    }
+}
+
+impl Follows for Dialer {
+    fn following(&self) -> &AtomicBool {
+        &self.following
+    }
+
+    async fn look(&self, sight: &mut Sight) {
+        let To::Primary(sentinels) = &self.to else { return };
+        let Some((named, most)) = sentinels.look(&mut sight.kept, &self.config, LOOK_WITHIN).await
+        else {
+            return;
+        };
+        let mut known = self.known();
+        let later = known.as_ref().is_none_or(|known| named.epoch >= known.epoch);
+        if sight.believes(later, most) {
+            self.learn(&mut known, named);
         }
     }
 }

@@ -36,6 +36,8 @@ impl Failure {
                 None => StoreErrorKind::Unavailable,
             },
             Self::NoAnswer(_) => StoreErrorKind::OutcomeUnknown,
+            // Made on this side, of what went through in part.
+            Self::Refused(error) if !is_answer(error) => StoreErrorKind::OutcomeUnknown,
             Self::Refused(error) => refusal(error),
         }
     }
@@ -174,6 +176,16 @@ fn refusal(error: &RedisError) -> StoreErrorKind {
         // NOPERM, NOAUTH, an error in a script: it does not pass by waiting.
         Some(_) | None => StoreErrorKind::Backend,
     }
+}
+
+/// The error of a command that went through while a question beside it was refused. If that refusal passes, it would
+/// say that nothing was done; the others say what to change.
+pub(in crate::store::redis) fn in_part(error: RedisError) -> RedisError {
+    if refusal(&error) != StoreErrorKind::Unavailable {
+        return error;
+    }
+    let words = "the command went through, and the server refused a question beside it";
+    RedisError::from((ErrorKind::Client, words, error.to_string()))
 }
 
 /// True if the server is a replica. It will refuse every write on this connection for ever, while a

@@ -8,6 +8,7 @@ mod address;
 mod cluster;
 mod dial;
 mod failure;
+mod follow;
 mod lanes;
 mod link;
 mod node;
@@ -32,7 +33,8 @@ pub(super) use address::{
 pub(super) use cluster::Cluster;
 pub(super) use dial::Dialer;
 pub(super) use failure::{
-    DialError, Failure, is_answer, is_told, is_unknown_command, may_be_the_protocol, redis_error,
+    DialError, Failure, in_part, is_answer, is_told, is_unknown_command, may_be_the_protocol,
+    redis_error,
 };
 pub(super) use node::Node;
 pub(super) use pool::Pooled;

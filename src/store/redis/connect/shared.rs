@@ -4,8 +4,10 @@
 //! background, one at a time, with pauses between attempts, so that a server that comes back is not
 //! met by a storm.
 
+use std::future::poll_fn;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::task::Poll;
 use std::time::Duration;
 
 use tokio::sync::watch;
@@ -55,12 +57,14 @@ struct State {
 /// A connection and how long it has been silent.
 struct Watched {
     line: Line,
+    /// Of its dialer.
+    era: u64,
     unanswered: AtomicU32,
 }
 
 impl Watched {
-    fn new(line: Line) -> Arc<Self> {
-        Arc::new(Self { line, unanswered: AtomicU32::new(0) })
+    fn new((line, era): (Line, u64)) -> Arc<Self> {
+        Arc::new(Self { line, era, unanswered: AtomicU32::new(0) })
     }
 }
 
@@ -93,8 +97,8 @@ impl Shared {
     /// Connects now.
     pub(super) async fn begin(&self) -> Result<(), DialError> {
         let line = Watched::new(self.0.dialer.dial().await?);
-        self.lock().line = Some(Arc::clone(&line));
-        self.look_who_it_is(&line);
+        self.look_who_it_is(&line).await;
+        self.lock().line = Some(line);
         Ok(())
     }
 
@@ -170,14 +174,14 @@ impl Shared {
         Err(failure)
     }
 
-    /// Asks the server beside the calls who it is, and warns if it is one without what it had.
-    fn look_who_it_is(&self, line: &Arc<Watched>) {
+    /// Asks the server who it is, ahead of all calls on this connection, whose writes would make one that came back
+    /// empty look as if it were not; and warns if it is one without what it had. Waits for nothing.
+    async fn look_who_it_is(&self, line: &Arc<Watched>) {
         if self.0.process.is_none() {
             return;
         }
         let (this, mut line) = (self.clone(), line.line.clone());
-        // Nobody joins it: it ends within the time of a call.
-        tokio::spawn(async move {
+        let mut asks = Box::pin(async move {
             let question = Process::question();
             let asking = Message::Question(&question);
             let said = timeout(this.0.call_timeout, asking.send(&mut line)).await;
@@ -188,6 +192,12 @@ impl Shared {
                 tracing::warn!("{warning}");
             }
         });
+        // The first poll sends the question.
+        let pending = poll_fn(|context| Poll::Ready(asks.as_mut().poll(context).is_pending()));
+        if pending.await {
+            // Nobody joins it: it ends within the time of a call.
+            tokio::spawn(asks);
+        }
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -198,8 +208,11 @@ impl Shared {
     /// The connection, or word of the next one if it is on its way.
     fn line_at_once(&self) -> Result<Result<Arc<Watched>, watch::Receiver<()>>, Failure> {
         let mut state = self.lock();
-        if let Some(line) = &state.line {
-            return Ok(Ok(Arc::clone(line)));
+        match &state.line {
+            Some(line) if line.era == self.0.dialer.era() => return Ok(Ok(Arc::clone(line))),
+            // It leads to a server that is the primary no more, however well that one answers.
+            Some(_) => state.line = None,
+            None => {}
         }
         self.dial(&mut state).map(Err).ok_or_else(|| state.no_connection())
     }
@@ -258,12 +271,15 @@ impl Shared {
         // A task of its own, since the call that began it may be dropped while others wait for it.
         // Nobody joins it: it ends within the time limit for connecting.
         tokio::spawn(async move {
-            let made = this.0.dialer.dial().await;
+            let made = this.0.dialer.dial().await.map(Watched::new);
+            if let Ok(line) = &made {
+                this.look_who_it_is(line).await;
+            }
             let mut state = this.lock();
             match made {
+                // The primary has moved again: whoever waits is told that there is no connection, and comes again.
+                Ok(line) if line.era != this.0.dialer.era() => {}
                 Ok(line) => {
-                    let line = Watched::new(line);
-                    this.look_who_it_is(&line);
                     state.line = Some(line);
                     state.failed = 0;
                     state.last_failure = None;
