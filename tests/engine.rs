@@ -244,6 +244,16 @@ async fn a_handler_that_outlives_its_lease_keeps_it() {
     assert!(server.store.calls(Verb::Renew) >= 14);
 }
 
+/// A completion that waits for replicas is done long before it is answered.
+#[tokio::test(start_paused = true)]
+async fn a_renewal_that_finds_the_key_settled_by_its_own_run_is_no_lost_lease() {
+    let server = Server::new(config().lease(Duration::from_secs(1)));
+    server.store.inject(Verb::Complete, Fault::DelayReply(Duration::from_millis(500)));
+    server.pay("k").await.expect(201, "run 1");
+    assert_eq!(server.store.calls(Verb::Renew), 1, "it was renewed meanwhile");
+    assert!(!server.runs.lock().unwrap()[0].is_lease_lost());
+}
+
 #[tokio::test(start_paused = true)]
 async fn a_handler_is_told_when_its_lease_cannot_be_renewed_and_its_late_answer_heals() {
     let (server, gate) = Server::new(config().wait(Duration::ZERO)).gated();
