@@ -36,18 +36,26 @@ enum Keys {
     Storm,
 }
 
+/// How often there is a storm, if that does not depend on how long the answers take: a little longer than the handler
+/// does.
+const STORM_EVERY: Duration = Duration::from_millis(60);
+
 impl Plan {
     pub(crate) fn of(workload: &str, window: Duration) -> Self {
         let (keys, path) = match workload {
             "W2" => (Keys::Replayed, "/v1/payments"),
             "W3" => (Keys::Mixed, "/v1/payments"),
-            "W4" | "W4-refused" => (Keys::Storm, "/v1/payments/slow"),
+            "W4" | "W4-refused" | "W4-paced" => (Keys::Storm, "/v1/payments/slow"),
             "W5" => (Keys::Fresh, "/v1/payments/large"),
             "W5R" => (Keys::Replayed, "/v1/payments/large"),
             "open" => (Keys::Fresh, "/open/payments"),
             _ => (Keys::Fresh, "/v1/payments"),
         };
-        let rate = (workload == "W1@2000").then_some(2_000.0);
+        let rate = match workload {
+            "W1@2000" => Some(2_000.0),
+            "W4-paced" => Some(CONNECTIONS as f64 / STORM_EVERY.as_secs_f64()),
+            _ => None,
+        };
         Self { keys, path, window, rate }
     }
 
@@ -191,7 +199,12 @@ async fn connection(shared: Rc<Shared>, index: usize, count: Option<usize>, wind
             None => Instant::now(),
             Some(rate) => {
                 let each = CONNECTIONS as f64 / rate;
-                let offset = each * (sent as f64 + index as f64 / CONNECTIONS as f64);
+                // A storm comes at once, everything else evenly.
+                let share = match shared.plan.keys {
+                    Keys::Storm => 0.0,
+                    Keys::Fresh | Keys::Replayed | Keys::Mixed => index as f64 / CONNECTIONS as f64,
+                };
+                let offset = each * (sent as f64 + share);
                 let due = shared.began + Duration::from_secs_f64(offset);
                 tokio::time::sleep_until(due.into()).await;
                 due

@@ -16,6 +16,7 @@
 //! | `W3` | four fifths fresh, one fifth replays |
 //! | `W4` | storms: all connections send one key at a time, whose handler takes 50 ms; ours wait for its answer, the floor refuses |
 //! | `W4-refused` | the same, where ours refuses too (`wait` of zero) |
+//! | `W4-paced` | storms as in `W4`, one every 60 ms for both, so that both have the same requests to answer |
 //! | `W5`, `W5R` | fresh keys and replays, answers of 64 KiB |
 //! | `W1@2000` | fresh keys, 2,000 a second, latency counted from when each was due |
 //! | `memory` | the memory store, next to no layer at all |
@@ -58,12 +59,13 @@ use redis::RedisServer;
 use report::{Pair, Report};
 
 /// What is measured if nothing is named.
-const ALL: [&str; 15] = [
+const ALL: [&str; 16] = [
     "W1",
     "W2",
     "W3",
     "W4",
     "W4-refused",
+    "W4-paced",
     "W5",
     "W5R",
     "W1@2000",
