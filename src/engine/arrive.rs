@@ -6,9 +6,8 @@ use std::sync::Arc;
 
 use tokio::time::Instant;
 
-use super::claim::{is_for, seated};
-use super::observe::Waiting;
-use super::wait::{Claiming, Met, Seat, Woken};
+use super::claim::{Before, is_for, seated};
+use super::wait::{Met, Seat, Woken};
 use super::{Attendance, Call, Conclusion, Engine, RETRY_AFTER_UNAVAILABLE, Ran, Run};
 use crate::error::{Rejection, RejectionKind};
 
@@ -17,18 +16,6 @@ pub(super) struct Arrival {
     /// When it came: it waits so long from then, however it waits.
     pub(super) at: Instant,
     pub(super) before: Before,
-}
-
-/// What was before a claim.
-#[derive(Default)]
-pub(super) enum Before {
-    /// Nothing that matters to it.
-    #[default]
-    Nothing,
-    /// Nobody had the key here: others wait for what comes of the claim.
-    First(Claiming),
-    /// It waited for a twin of this process, which did not answer it, and keeps its seat.
-    Waited(Seat, Waiting),
 }
 
 /// A request that has begun.

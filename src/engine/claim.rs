@@ -3,7 +3,6 @@
 
 use tokio::time::{Instant, sleep};
 
-use super::arrive::Before;
 use super::observe::Waiting;
 use super::reconcile::Answered;
 use super::wait::{Claiming, Seat, Stored, Woken};
@@ -23,6 +22,18 @@ const UNAVAILABLE_TRIES: u32 = 3;
 /// How often one request asks what became of interrupted attempts: once, and once more if somebody
 /// else took the key in between and was interrupted too.
 const INQUIRIES_MAX: u32 = 2;
+
+/// What was before a claim.
+#[derive(Default)]
+pub(super) enum Before {
+    /// Nothing that matters to it.
+    #[default]
+    Nothing,
+    /// Nobody had the key here: others wait for what comes of the claim.
+    First(Claiming),
+    /// It waited for a twin of this process, which did not answer it, and keeps its seat.
+    Waited(Seat, Waiting),
+}
 
 /// A lease, when it was asked for, and when it came.
 pub(super) struct Held {

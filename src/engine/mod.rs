@@ -8,6 +8,9 @@
 //! 2. *Run* the handler, the lease being renewed meanwhile.
 //! 3. *Settle*: complete or release, sent again within a bound.
 //! 4. *Answer* whoever still waits.
+//!
+//! Before them a request may find its twin in this process, claiming or running: then it waits for that one where its
+//! connection polls it, and begins the four only if that did not answer it (see `arrive`).
 
 mod arrive;
 mod attend;
