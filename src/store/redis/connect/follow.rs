@@ -79,7 +79,37 @@ impl<F: Follows> Drop for Looking<F> {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::AtomicUsize;
+
     use super::*;
+
+    #[derive(Default)]
+    struct Lookout {
+        following: AtomicBool,
+        looks: AtomicUsize,
+    }
+
+    impl Follows for Lookout {
+        fn following(&self) -> &AtomicBool {
+            &self.following
+        }
+
+        async fn look(&self, _: &mut Sight) {
+            self.looks.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn one_looks_however_many_connections_are_made_and_nobody_when_none_is_left() {
+        let lookout = Arc::new(Lookout::default());
+        (0..3).for_each(|_| begin(&lookout));
+        sleep(LOOK_EVERY * 10 + LOOK_EVERY / 2).await;
+        assert_eq!(lookout.looks.load(Ordering::Relaxed), 10);
+        let left = Arc::downgrade(&lookout);
+        drop(lookout);
+        sleep(LOOK_EVERY).await;
+        assert!(left.upgrade().is_none(), "it is not kept alive for its own sake");
+    }
 
     #[test]
     fn a_later_decision_is_believed_at_once_and_an_older_one_when_most_keep_to_it() {
