@@ -8,12 +8,12 @@ use ::redis::io::tcp::TcpSettings;
 use ::redis::{AsyncConnectionConfig, Client, Cmd, ConnectionInfo, RedisResult};
 use tokio::time::timeout;
 
-use super::follow::{self, Follows, LOOK_WITHIN, Sight};
 use super::link::Line;
 use super::reasons::of_no_line;
-use super::sentinel::{Named, Place, Sentinels};
+use super::sentinel::Sentinels;
 use super::stream::{self, KEEPALIVE_IDLE};
-use super::{DialError, Failure, Message, is_about_login, is_answer};
+use super::votes::{Named, Place};
+use super::{DialError, Failure, Message, follow, is_about_login, is_answer};
 
 /// How many calls may be on their way to the connection's task before the next one waits: the requests that
 /// a busy process has in the air.
@@ -86,7 +86,7 @@ impl Dialer {
                 let (line, named) =
                     sentinels.dial(known, &self.config, self.connect_timeout).await?;
                 let era = self.found(named);
-                follow::begin(self);
+                follow::begin(self, || sentinels.watchers(&self.config));
                 Ok((line, era))
             }
         }
@@ -106,8 +106,8 @@ impl Dialer {
     fn found(&self, named: Named) -> u64 {
         let mut known = self.known();
         match &*known {
-            // While this one was made, somebody heard of a later decision: it is left at its first call.
-            Some(later) if later.epoch > named.epoch && later.place != named.place => {
+            // While this one was made, somebody heard otherwise: it is not used.
+            Some(other) if other.place != named.place && other.epoch >= named.epoch => {
                 self.era().wrapping_sub(1)
             }
             Some(_) | None => self.learn(&mut known, named),
@@ -127,24 +127,22 @@ impl Dialer {
         );
         self.era.fetch_add(1, Ordering::Relaxed).wrapping_add(1)
     }
-}
 
-impl Follows for Dialer {
-    fn following(&self) -> &AtomicBool {
-        &self.following
+    /// Lets somebody who has heard the Sentinels say what to believe instead of what is known.
+    pub(super) fn hears(&self, judge: impl FnOnce(&Named) -> Option<Named>) {
+        let mut known = self.known();
+        if let Some(believed) = known.as_ref().and_then(judge) {
+            self.learn(&mut known, believed);
+        }
     }
 
-    async fn look(&self, sight: &mut Sight) {
-        let To::Primary(sentinels) = &self.to else { return };
-        let Some((named, most)) = sentinels.look(&mut sight.kept, &self.config, LOOK_WITHIN).await
-        else {
-            return;
-        };
-        let mut known = self.known();
-        let later = known.as_ref().is_none_or(|known| named.epoch >= known.epoch);
-        if sight.believes(later, most) {
-            self.learn(&mut known, named);
-        }
+    /// True for the first who asks, until it follows no more.
+    pub(super) fn begins_to_follow(&self) -> bool {
+        !self.following.swap(true, Ordering::Relaxed)
+    }
+
+    pub(super) fn follows_no_more(&self) {
+        self.following.store(false, Ordering::Relaxed);
     }
 }
 

@@ -2,126 +2,179 @@
 //!
 //! A server that Sentinels have given up may go on serving whoever is connected to it: they tell it so when they get
 //! to it, which takes ten seconds and more, and never if they cannot. What it is told until then is lost. So they
-//! are asked all the time, and its connections are left as soon as one of them knows better.
+//! are asked all the time, each by itself, and its connections are left as soon as one of them knows of a later decision.
 
-use std::future::Future;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-use tokio::time::sleep;
+use ::redis::RedisError;
+use futures_util::StreamExt as _;
+use futures_util::stream::FuturesUnordered;
+use tokio::time::{Instant, sleep};
 
-use super::sentinel::Kept;
+use super::Dialer;
+use super::sentinel::Watcher;
+use super::votes::{Named, Votes};
 
-/// How often they are asked: two small questions each, and no more of a failover is lost than this.
+/// How often each of them is asked: two small questions, and no more of a failover is lost than this.
 const LOOK_EVERY: Duration = Duration::from_millis(500);
 
-/// How long a look may take: far beyond what a healthy Sentinel takes, and one that hangs delays the next look
-/// no further.
-pub(super) const LOOK_WITHIN: Duration = Duration::from_millis(500);
+/// How long an answer may take: far beyond what a healthy Sentinel takes.
+const ANSWER_WITHIN: Duration = Duration::from_millis(500);
 
-/// An older decision than one heard of before is believed when most Sentinels have told it so often in a row. They
-/// hear of each other's decisions within two seconds; later than that the one with the higher number has gone,
-/// as when all of them are set up anew.
-const LOOKS_AT_OLDER: u32 = 10;
+/// So long what one said counts as what it says: it is asked anew before that, unless it hangs.
+const FRESH_FOR: Duration = Duration::from_secs(2);
 
-/// Who can look.
-pub(super) trait Follows: Send + Sync + 'static {
-    /// True while somebody looks.
-    fn following(&self) -> &AtomicBool;
+/// What most Sentinels say that is earlier than what was known is believed when they have kept to it for so long. They
+/// hear of each other's decisions within two seconds; after that the one with the higher number has gone, as when
+/// all of them are set up anew.
+const EARLIER_FOR: Duration = Duration::from_secs(5);
 
-    /// Looks once.
-    fn look(&self, sight: &mut Sight) -> impl Future<Output = ()> + Send;
+/// A failover would be missed while most do not answer. That is said after this, which a restart of them may take.
+const BLIND_FOR: Duration = Duration::from_secs(5);
+
+/// Looks as long as somebody has this dialer, unless that is done already.
+pub(super) fn begin(dialer: &Arc<Dialer>, watchers: impl FnOnce() -> Vec<Watcher>) {
+    if dialer.begins_to_follow() {
+        let (watchers, following) = (watchers(), Following(Arc::downgrade(dialer)));
+        // Nobody joins it: it ends with its dialer or with the runtime, and then the next connection begins it anew.
+        tokio::spawn(follow(following, watchers));
+    }
 }
 
-/// What is kept from one look to the next.
-#[derive(Default)]
-pub(super) struct Sight {
-    pub(super) kept: Kept,
-    older: u32,
+struct Following(Weak<Dialer>);
+
+impl Drop for Following {
+    fn drop(&mut self) {
+        if let Some(dialer) = self.0.upgrade() {
+            dialer.follows_no_more();
+        }
+    }
+}
+
+async fn follow(following: Following, watchers: Vec<Watcher>) {
+    let mut sight = Sight::of(watchers.len());
+    let ask = async |index: usize, mut watcher: Watcher| {
+        sleep(LOOK_EVERY).await;
+        let said = watcher.ask(ANSWER_WITHIN).await;
+        (index, watcher, said)
+    };
+    let mut asked: FuturesUnordered<_> =
+        watchers.into_iter().enumerate().map(|(index, watcher)| ask(index, watcher)).collect();
+    while let Some((index, watcher, said)) = asked.next().await {
+        // Held for no longer than this takes.
+        let Some(dialer) = following.0.upgrade() else { return };
+        sight.sees(index, said, Instant::now());
+        dialer.hears(|known| sight.judge(known, Instant::now()));
+        drop(dialer);
+        asked.push(ask(index, watcher));
+    }
+}
+
+/// What was seen last.
+struct Sight {
+    said: Vec<Option<(Named, Instant)>>,
+    failure: Option<RedisError>,
+    earlier: Option<(Named, Instant)>,
+    /// Since when most do not answer, and whether that was said.
+    blind: Option<(Instant, bool)>,
 }
 
 impl Sight {
-    /// Whether to believe what was seen: as late a decision as the one known before, or a later one; and whether most
-    /// Sentinels have answered.
-    pub(super) fn believes(&mut self, later: bool, most: bool) -> bool {
-        self.older = if later || !most { 0 } else { self.older + 1 };
-        later || self.older >= LOOKS_AT_OLDER
+    fn of(listed: usize) -> Self {
+        Self { said: vec![None; listed], failure: None, earlier: None, blind: None }
     }
-}
 
-/// Looks as long as somebody else has `follower` as well, unless that is done already.
-pub(super) fn begin<F: Follows>(follower: &Arc<F>) {
-    if follower.following().swap(true, Ordering::Relaxed) {
-        return;
+    fn sees(&mut self, index: usize, said: Result<Option<Named>, RedisError>, now: Instant) {
+        self.said[index] = match said {
+            Ok(named) => named.map(|named| (named, now)),
+            Err(error) => {
+                self.failure = Some(error);
+                None
+            }
+        };
+        let fresh = |said: &&Option<(Named, Instant)>| {
+            said.as_ref().is_some_and(|(_, at)| now.duration_since(*at) < FRESH_FOR)
+        };
+        let most = self.said.iter().filter(fresh).count() * 2 > self.said.len();
+        match self.blind {
+            Some((_, true)) if most => {
+                tracing::info!("most Sentinels answer again: failovers are followed");
+            }
+            Some((since, false)) if !most && now.duration_since(since) >= BLIND_FOR => {
+                let reason = self.failure.as_ref().map(ToString::to_string);
+                tracing::warn!(
+                    reason,
+                    "most Sentinels do not answer: a failover is noticed when the connection to Redis breaks, and \
+                     what the old primary is told until then may be lost"
+                );
+                self.blind = Some((since, true));
+            }
+            _ => {}
+        }
+        if most {
+            self.blind = None;
+        } else {
+            self.blind.get_or_insert((now, false));
+        }
     }
-    let looking = Looking(Arc::downgrade(follower));
-    // Nobody joins it: it ends with its follower or with the runtime, and then the next connection begins it anew.
-    tokio::spawn(async move {
-        let mut sight = Sight::default();
-        loop {
-            sleep(LOOK_EVERY).await;
-            let Some(follower) = looking.0.upgrade() else { return };
-            follower.look(&mut sight).await;
-        }
-    });
-}
 
-struct Looking<F: Follows>(Weak<F>);
-
-impl<F: Follows> Drop for Looking<F> {
-    fn drop(&mut self) {
-        if let Some(follower) = self.0.upgrade() {
-            follower.following().store(false, Ordering::Relaxed);
-        }
+    /// What to believe instead of what is known.
+    fn judge(&mut self, known: &Named, now: Instant) -> Option<Named> {
+        let mut votes = Votes::of(self.said.len());
+        let fresh = |said: &Option<(Named, Instant)>| {
+            let (named, at) = said.as_ref()?;
+            (now.duration_since(*at) < FRESH_FOR).then(|| named.clone())
+        };
+        self.said.iter().filter_map(fresh).for_each(|named| votes.add(named));
+        let earlier = votes.earlier(known);
+        self.earlier = earlier.map(|earlier| match self.earlier.take() {
+            Some((before, since)) if before.place == earlier.place => (earlier, since),
+            Some(_) | None => (earlier, now),
+        });
+        votes.at_once(known).or_else(|| {
+            let (earlier, since) = self.earlier.as_ref()?;
+            (now.duration_since(*since) >= EARLIER_FOR).then(|| earlier.clone())
+        })
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use std::sync::atomic::AtomicUsize;
-
     use super::*;
 
-    #[derive(Default)]
-    struct Lookout {
-        following: AtomicBool,
-        looks: AtomicUsize,
+    fn named(port: u16, epoch: u64) -> Named {
+        Named { place: ("host".to_owned(), port), epoch: Some(epoch) }
     }
 
-    impl Follows for Lookout {
-        fn following(&self) -> &AtomicBool {
-            &self.following
-        }
-
-        async fn look(&self, _: &mut Sight) {
-            self.looks.fetch_add(1, Ordering::Relaxed);
-        }
+    fn after(millis: u64) -> Duration {
+        Duration::from_millis(millis)
     }
 
     #[tokio::test(start_paused = true)]
-    async fn one_looks_however_many_connections_are_made_and_nobody_when_none_is_left() {
-        let lookout = Arc::new(Lookout::default());
-        (0..3).for_each(|_| begin(&lookout));
-        sleep(LOOK_EVERY * 10 + LOOK_EVERY / 2).await;
-        assert_eq!(lookout.looks.load(Ordering::Relaxed), 10);
-        let left = Arc::downgrade(&lookout);
-        drop(lookout);
-        sleep(LOOK_EVERY).await;
-        assert!(left.upgrade().is_none(), "it is not kept alive for its own sake");
+    async fn what_most_keep_to_is_believed_in_the_end_and_one_that_hangs_delays_nothing() {
+        let (start, known) = (Instant::now(), named(1, 9));
+        let mut sight = Sight::of(3);
+        for step in 0..=10 {
+            let now = start + after(500 * step);
+            // The third one hangs.
+            sight.sees(0, Ok(Some(named(2, 0))), now);
+            sight.sees(1, Ok(Some(named(2, 0))), now);
+            let believed = sight.judge(&known, now);
+            assert_eq!(believed, (step == 10).then(|| named(2, 0)), "step {step}");
+        }
+        // A later one at once.
+        let now = start + after(6_000);
+        sight.sees(2, Ok(Some(named(3, 10))), now);
+        assert_eq!(sight.judge(&known, now), Some(named(3, 10)));
     }
 
-    #[test]
-    fn a_later_decision_is_believed_at_once_and_an_older_one_when_most_keep_to_it() {
-        let mut sight = Sight::default();
-        assert!(sight.believes(true, false), "whoever knows it has it from most of them");
-        for _ in 1..LOOKS_AT_OLDER {
-            assert!(!sight.believes(false, true));
-        }
-        assert!(sight.believes(false, true));
-        let mut sight = Sight::default();
-        for _ in 0..3 * LOOKS_AT_OLDER {
-            assert!(!sight.believes(false, false), "few are no reason");
-        }
+    #[tokio::test(start_paused = true)]
+    async fn what_was_said_long_ago_counts_no_more() {
+        let (start, known) = (Instant::now(), named(1, 9));
+        let mut sight = Sight::of(3);
+        sight.sees(0, Ok(Some(named(2, 10))), start);
+        assert_eq!(sight.judge(&known, start + after(1_900)), Some(named(2, 10)));
+        assert_eq!(sight.judge(&known, start + after(2_100)), None);
     }
 }

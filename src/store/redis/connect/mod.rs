@@ -20,6 +20,7 @@ mod sentinel;
 mod shared;
 mod slips;
 mod stream;
+mod votes;
 mod wire;
 
 use std::fmt;

@@ -3,10 +3,6 @@
 //! They are asked each time a connection is made, all at once, so that a dead one costs nothing and
 //! one that has not heard of a failover is outvoted. What they name is asked for its role: between a
 //! failover and the news of it, it may be a replica.
-//!
-//! Each decision of the Sentinels has a number that grows, the configuration epoch, and is one that most of them
-//! agreed to. So of two answers the one with the higher number is right, even if one Sentinel alone gives it: the
-//! others hear of it within two seconds.
 
 use std::collections::HashMap;
 use std::time::Duration;
@@ -16,28 +12,13 @@ use ::redis::{
     AsyncConnectionConfig, Client, Cmd, ConnectionInfo, ErrorKind, RedisError, RedisResult, Value,
 };
 use futures_util::StreamExt as _;
-use futures_util::future::join_all;
 use futures_util::stream::FuturesUnordered;
 use tokio::time::timeout;
 
 use super::address;
 use super::link::Line;
+use super::votes::{Named, Place, Votes};
 use super::{DialError, Failure, Message, dial, is_about_login, is_unknown_command, reasons};
-
-/// Host and port, as the Sentinels say it.
-pub(super) type Place = (String, u16);
-
-/// What Sentinels say: where the primary is, by which of their decisions.
-#[derive(Clone, Debug, Eq, PartialEq)]
-pub(super) struct Named {
-    /// 0 of one that does not tell.
-    pub(super) epoch: u64,
-    pub(super) place: Place,
-}
-
-/// Connections to Sentinels that are asked again and again.
-#[derive(Default)]
-pub(super) struct Kept(Vec<Option<MultiplexedConnection>>);
 
 pub(super) struct Sentinels {
     clients: Vec<Client>,
@@ -58,15 +39,15 @@ impl Sentinels {
         Ok(Self { clients, name, primary, step })
     }
 
-    /// Connects to the primary. What was `known` before counts as long as nobody tells of a later decision.
+    /// Connects to the primary. What is `known` counts until there is reason to believe something else.
     pub(super) async fn dial(
         &self,
         known: Option<Named>,
         config: &AsyncConnectionConfig,
         within: Duration,
     ) -> Result<(Line, Named), DialError> {
-        let (named, mut failure) = self.named(known, config).await;
-        for named in named {
+        let (places, mut failure) = self.places(known, config).await;
+        for named in places {
             let (host, port) = &named.place;
             match self.dial_primary(host, *port, config, within).await {
                 Ok(line) => return Ok((line, named)),
@@ -76,23 +57,21 @@ impl Sentinels {
         Err(failure)
     }
 
-    /// Where the primary may be by the latest decision, the place that most Sentinels name first.
-    async fn named(
+    /// Where the primary may be.
+    async fn places(
         &self,
         known: Option<Named>,
         config: &AsyncConnectionConfig,
     ) -> (Vec<Named>, DialError) {
-        let mut votes: Vec<(usize, Named)> = known.map(|known| (0, known)).into_iter().collect();
+        let mut votes = Votes::of(self.clients.len());
         let mut failure = DialError::UnknownMaster { name: self.name.clone(), known: Vec::new() };
         let mut answers: FuturesUnordered<_> =
             self.clients.iter().map(|client| self.ask(client, config)).collect();
-        let mut anybody = false;
         while let Some(answer) = answers.next().await {
             match answer {
                 Ok(named) => {
-                    anybody = true;
-                    count(&mut votes, named);
-                    if votes.iter().any(|(count, _)| count * 2 > self.clients.len()) {
+                    votes.add(named);
+                    if votes.majority().is_some() {
                         break;
                     }
                 }
@@ -101,52 +80,24 @@ impl Sentinels {
                 Err(_) => {}
             }
         }
-        if !anybody {
-            return (Vec::new(), failure);
-        }
-        (latest(votes).into_iter().map(|(_, named)| named).collect(), failure)
+        let places = match known {
+            _ if votes.is_empty() => Vec::new(),
+            Some(known) => vec![votes.at_once(&known).unwrap_or(known)],
+            None => votes.places(),
+        };
+        (places, failure)
     }
 
-    /// What the Sentinels say now, over connections that are kept: the latest decision of which any of those tell
-    /// that answer within this time, and whether they are most of all.
-    pub(super) async fn look(
-        &self,
-        kept: &mut Kept,
-        config: &AsyncConnectionConfig,
-        within: Duration,
-    ) -> Option<(Named, bool)> {
-        kept.0.resize(self.clients.len(), None);
-        let looks = self.clients.iter().zip(&mut kept.0).map(async |(client, line)| {
-            let asked = timeout(within, async {
-                let mut sentinel = match line.take() {
-                    Some(sentinel) => sentinel,
-                    None => client.get_multiplexed_async_connection_with_config(config).await?,
-                };
-                let named = self.question(&mut sentinel).await?;
-                *line = Some(sentinel);
-                RedisResult::Ok(named)
-            });
-            asked.await.ok()?.ok()?
-        });
-        let answers: Vec<_> = join_all(looks).await.into_iter().flatten().collect();
-        let most = answers.len() * 2 > self.clients.len();
-        let mut votes = Vec::new();
-        answers.into_iter().for_each(|named| count(&mut votes, named));
-        latest(votes).into_iter().next().map(|(_, named)| (named, most))
-    }
-
-    /// Asks one for the primary's place and for the decision by which it is there. `None`: it knows no such primary.
-    async fn question(&self, sentinel: &mut MultiplexedConnection) -> RedisResult<Option<Named>> {
-        let (mut place, mut master) = (Cmd::new(), Cmd::new());
-        place.arg("SENTINEL").arg("GET-MASTER-ADDR-BY-NAME").arg(&*self.name);
-        master.arg("SENTINEL").arg("MASTER").arg(&*self.name);
-        let mut beside = sentinel.clone();
-        let asked = async { place.query_async::<Option<Place>>(sentinel).await };
-        let told = async { master.query_async::<HashMap<String, String>>(&mut beside).await };
-        let (asked, told) = tokio::join!(asked, told);
-        // A user may have the right to the first question alone.
-        let epoch = told.ok().and_then(|told| told.get("config-epoch")?.parse().ok()).unwrap_or(0);
-        Ok(asked?.map(|place| Named { epoch, place }))
+    /// Those who can be asked again and again, each by itself.
+    pub(super) fn watchers(&self, config: &AsyncConnectionConfig) -> Vec<Watcher> {
+        let watcher = |client: &Client| Watcher {
+            client: client.clone(),
+            name: self.name.clone(),
+            config: config.clone(),
+            connecting: self.step,
+            line: None,
+        };
+        self.clients.iter().map(watcher).collect()
     }
 
     async fn ask(
@@ -156,7 +107,7 @@ impl Sentinels {
     ) -> Result<Named, DialError> {
         let asking = async {
             let mut sentinel = client.get_multiplexed_async_connection_with_config(config).await?;
-            if let Some(named) = self.question(&mut sentinel).await? {
+            if let Some(named) = named(&self.name, &mut sentinel).await? {
                 return Ok(Ok(named));
             }
             let mut question = Cmd::new();
@@ -208,19 +159,47 @@ impl Sentinels {
     }
 }
 
-fn count(votes: &mut Vec<(usize, Named)>, said: Named) {
-    match votes.iter_mut().find(|(_, named)| *named == said) {
-        Some((count, _)) => *count += 1,
-        None => votes.push((1, said)),
+/// A Sentinel that is asked again and again, over a connection that is kept.
+pub(super) struct Watcher {
+    client: Client,
+    name: Box<str>,
+    config: AsyncConnectionConfig,
+    /// How long it may take to connect.
+    connecting: Duration,
+    line: Option<MultiplexedConnection>,
+}
+
+impl Watcher {
+    /// Asks it. A connection that fails is not used again.
+    pub(super) async fn ask(&mut self, within: Duration) -> RedisResult<Option<Named>> {
+        let slow = |_| Err(too_slow("a Sentinel"));
+        let mut line = match self.line.take() {
+            Some(line) => line,
+            None => {
+                let opening =
+                    self.client.get_multiplexed_async_connection_with_config(&self.config);
+                timeout(self.connecting, opening).await.unwrap_or_else(slow)?
+            }
+        };
+        let asked = timeout(within, named(&self.name, &mut line)).await;
+        let named = asked.unwrap_or_else(|_| Err(too_slow("a Sentinel")))?;
+        self.line = Some(line);
+        Ok(named)
     }
 }
 
-/// Those of the latest decision, the place with most votes first.
-fn latest(mut votes: Vec<(usize, Named)>) -> Vec<(usize, Named)> {
-    let last = votes.iter().map(|(_, named)| named.epoch).max();
-    votes.retain(|(_, named)| Some(named.epoch) == last);
-    votes.sort_by_key(|(count, _)| std::cmp::Reverse(*count));
-    votes
+/// Asks a Sentinel for the primary's place and for the decision by which it is there. `None`: it knows no such primary.
+async fn named(name: &str, sentinel: &mut MultiplexedConnection) -> RedisResult<Option<Named>> {
+    let (mut place, mut master) = (Cmd::new(), Cmd::new());
+    place.arg("SENTINEL").arg("GET-MASTER-ADDR-BY-NAME").arg(name);
+    master.arg("SENTINEL").arg("MASTER").arg(name);
+    let mut beside = sentinel.clone();
+    let asked = async { place.query_async::<Option<Place>>(sentinel).await };
+    let told = async { master.query_async::<HashMap<String, String>>(&mut beside).await };
+    let (asked, told) = tokio::join!(asked, told);
+    // A user may have the right to the first question alone.
+    let epoch = told.ok().and_then(|told| told.get("config-epoch")?.parse().ok());
+    Ok(asked?.map(|place| Named { place, epoch }))
 }
 
 fn is_primary(role: &Value) -> bool {
@@ -234,26 +213,4 @@ fn is_primary(role: &Value) -> bool {
 
 fn too_slow(who: &str) -> RedisError {
     std::io::Error::new(std::io::ErrorKind::TimedOut, format!("{who} does not answer")).into()
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn said(epoch: u64, port: u16) -> Named {
-        Named { epoch, place: ("host".to_owned(), port) }
-    }
-
-    fn chosen(all: &[(u64, u16)]) -> Vec<u16> {
-        let mut votes = Vec::new();
-        all.iter().for_each(|&(epoch, port)| count(&mut votes, said(epoch, port)));
-        latest(votes).into_iter().map(|(_, named)| named.place.1).collect()
-    }
-
-    #[test]
-    fn the_latest_decision_counts_and_then_the_number_of_those_who_tell_it() {
-        assert_eq!(chosen(&[(4, 1), (4, 1), (5, 2)]), [2], "two have not heard of it yet");
-        assert_eq!(chosen(&[(0, 1), (0, 2), (0, 2)]), [2, 1], "they do not tell");
-        assert_eq!(chosen(&[]), [0; 0]);
-    }
 }
