@@ -68,7 +68,8 @@ impl Server {
 }
 
 fn request(body: &'static str) -> Request<Full<Bytes>> {
-    Request::post("/pay").header("idempotency-key", "k").body(body.into()).unwrap()
+    let request = Request::post("/pay").header("content-type", "application/json");
+    request.header("idempotency-key", "k").body(body.into()).unwrap()
 }
 
 /// What a server would claim for such a request.
@@ -143,6 +144,67 @@ async fn retries_that_arrive_while_a_replay_is_fetched_share_it() {
     }
     assert_eq!(server.runs.load(Ordering::SeqCst), 1);
     assert_eq!(server.store.calls(Verb::Claim), 3, "the run, the others together, the other one");
+}
+
+#[tokio::test(start_paused = true)]
+async fn runs_that_store_nothing_cost_a_claim_each_however_many_wait() {
+    let server = Server::new();
+    let all: Vec<_> = (0..30).map(|_| tokio::spawn(server.clone().pay("nothing"))).collect();
+    server.gate.add_permits(30);
+    for one in all {
+        assert_eq!(one.await.unwrap().0, 200);
+    }
+    assert_eq!(server.runs.load(Ordering::SeqCst), 30);
+    assert_eq!(server.store.calls(Verb::Claim), 30);
+}
+
+#[tokio::test(start_paused = true)]
+async fn retries_of_what_runs_elsewhere_ask_once_and_then_one_at_a_time() {
+    let server = Server::new();
+    let (key, elsewhere) = claim("order");
+    let Ok(ClaimOutcome::Acquired(lease)) = server.store.inner().claim(key, &elsewhere).await
+    else {
+        panic!("the key was free");
+    };
+    let gate = Gate::new();
+    server.store.inject(Verb::Claim, Fault::HoldReply(gate.clone()));
+    let all: Vec<_> = (0..50).map(|_| tokio::spawn(server.clone().pay("order"))).collect();
+    gate.reached_by(1).await;
+    tokio::time::sleep(Duration::from_millis(100)).await;
+    gate.open();
+    tokio::time::sleep(Duration::from_millis(200)).await;
+    // Each of 50 would have asked by itself, and then polled.
+    let calls = server.store.calls(Verb::Claim);
+    assert!((2..=20).contains(&calls), "{calls} claims");
+    let release = Release { terms: elsewhere.terms, verdict: Verdict::NoEffect };
+    server.store.inner().release(&lease, &release).await.unwrap();
+    server.gate.add_permits(1);
+    for one in all {
+        assert_eq!(one.await.unwrap(), (200, "order".to_owned()));
+    }
+    assert_eq!(server.runs.load(Ordering::SeqCst), 1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn where_several_recipes_are_understood_each_retry_is_judged_by_itself() {
+    let server = Server::new();
+    server.gate.add_permits(1);
+    assert_eq!(server.clone().pay("{\"a\": 1}").await.0, 200);
+    // From now on members count, and not bytes; the old recipe is still understood.
+    let config = Config::builder().scope(Scope::global());
+    let config = config.fingerprint(Recipe::new().canonical_json());
+    let config = config.also_accept(Recipe::new()).build().unwrap();
+    let layer = IdempotencyLayer::new(config, server.store.clone());
+    let server = Server { layer, ..server };
+    let gate = Gate::new();
+    server.store.inject(Verb::Claim, Fault::HoldReply(gate.clone()));
+    let same = tokio::spawn(server.clone().pay("{\"a\": 1}"));
+    gate.reached_by(1).await;
+    let other = tokio::spawn(server.clone().pay("{\"a\":1}"));
+    tokio::time::sleep(Duration::from_millis(100)).await;
+    gate.open();
+    assert_eq!(same.await.unwrap().0, 200);
+    assert_eq!(other.await.unwrap().0, 422, "as it is told when it comes alone");
 }
 
 #[tokio::test(start_paused = true)]

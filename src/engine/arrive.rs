@@ -52,7 +52,7 @@ impl Engine {
                 Begun::Beside(Box::pin(self.clone().beside(call, handler, at, seat)))
             }
             Met::Nobody(claiming) => {
-                self.begun(call, handler, Arrival { at, before: Before::First(claiming) })
+                self.begun(call, handler, Arrival { at, before: Before::First(claiming, at) })
             }
             Met::Stranger => self.begun(call, handler, Arrival { at, before: Before::Nothing }),
         };
@@ -91,27 +91,42 @@ impl Engine {
         T: Send + 'static,
     {
         let (mut seat, waiting) = seated(seat, &call.policy);
-        tokio::select! {
-            biased;
-            // As long as it runs and holds its lease, the store could only say that it does.
-            woken = seat.wait(at + call.policy.wait) => match woken {
+        let before = loop {
+            let woken = tokio::select! {
+                biased;
+                // As long as it runs and holds its lease, the store could only say that it does.
+                woken = seat.wait(at + call.policy.wait) => woken,
+                // After a shutdown has begun nothing is claimed any more. What is left of the lease is for the store to say.
+                () = self.0.closing.cancelled() => {
+                    let rejection = Rejection::new(RejectionKind::KeyInUse);
+                    let rejection = rejection.with_retry_after(RETRY_AFTER_UNAVAILABLE);
+                    let conclusion = Conclusion::Refused(rejection);
+                    conclusion.tell(&call, at.elapsed());
+                    return conclusion;
+                }
+            };
+            match woken {
                 Woken::Stored(stored) if is_for(&call, &stored) => {
                     let conclusion = Conclusion::replay(stored.response);
                     conclusion.tell(&call, at.elapsed());
                     return conclusion;
                 }
-                Woken::Stored(_) | Woken::ClaimAgain | Woken::TimedOut => {}
-            },
-            // After a shutdown has begun nothing is claimed any more. What is left of the lease is for the store to say.
-            () = self.0.closing.cancelled() => {
-                let rejection = Rejection::new(RejectionKind::KeyInUse);
-                let rejection = rejection.with_retry_after(RETRY_AFTER_UNAVAILABLE);
-                let conclusion = Conclusion::Refused(rejection);
-                conclusion.tell(&call, at.elapsed());
-                return conclusion;
+                // One of those who waited claims, and the others wait for that one.
+                Woken::Ended => {
+                    drop(seat);
+                    match self.0.room.enter(call.storage_key, &call.fingerprints) {
+                        Met::Twin(next) => seat = next,
+                        Met::Nobody(claiming) => break Before::First(claiming, Instant::now()),
+                        Met::Stranger => break Before::Nothing,
+                    }
+                }
+                Woken::Elsewhere => break Before::Elsewhere(seat, waiting),
+                Woken::Stored(_) | Woken::ClaimAgain | Woken::TimedOut => {
+                    break Before::Waited(seat, waiting);
+                }
             }
-        }
-        let arrival = Arrival { at, before: Before::Waited(seat, waiting) };
+        };
+        let arrival = Arrival { at, before };
         match self.begin(call, handler, arrival) {
             Ok(attendance) => attended(attendance).await,
             Err(rejection) => Conclusion::Refused(rejection),

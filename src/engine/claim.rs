@@ -6,7 +6,9 @@ use tokio::time::{Instant, sleep};
 use super::observe::Waiting;
 use super::reconcile::Answered;
 use super::wait::{Claiming, Seat, Stored, Woken};
-use super::{Call, Conclusion, Engine, observe, pause, unavailable, unreadable};
+use super::{
+    Call, Conclusion, Engine, RETRY_AFTER_UNAVAILABLE, observe, pause, unavailable, unreadable,
+};
 use crate::config::{Enforcement, Policy, Recovery};
 use crate::error::{Rejection, RejectionKind, StoreError, StoreErrorKind};
 use crate::fingerprint::Comparison;
@@ -29,10 +31,12 @@ pub(super) enum Before {
     /// Nothing that matters to it.
     #[default]
     Nothing,
-    /// Nobody had the key here: others wait for what comes of the claim.
-    First(Claiming),
+    /// Nobody had the key here at that moment: others wait for what comes of the claim.
+    First(Claiming, Instant),
     /// It waited for a twin of this process, which did not answer it, and keeps its seat.
     Waited(Seat, Waiting),
+    /// So it did, and that one was told that the same request runs elsewhere.
+    Elsewhere(Seat, Waiting),
 }
 
 /// A lease, when it was asked for, and when it came.
@@ -82,6 +86,21 @@ pub(super) fn is_for(call: &Call, stored: &Stored) -> bool {
     call.fingerprints.compare(stored.fingerprint) == Comparison::Same
 }
 
+/// With several, nobody here knows by which of them the store found the request to be the same, and twins that are the
+/// same by one may differ by another.
+fn has_one_recipe(call: &Call) -> bool {
+    call.fingerprints.as_slice().len() == 1
+}
+
+/// What came of sitting down.
+enum Sat<T> {
+    /// It is time to claim.
+    Claims,
+    Answered(Conclusion<T>),
+    /// A shutdown has begun, or nobody waits for the answer.
+    Leaves,
+}
+
 /// What is known when the answer to a claim is looked at.
 struct Progress {
     /// The last answer found by asking, if it was this request that asked.
@@ -101,14 +120,33 @@ impl Engine {
             effects: policy.effects,
         };
         let wait_until = at + policy.wait;
+        let mut elsewhere = matches!(before, Before::Elsewhere(..));
         let (mut since, mut seat, mut claiming) = match before {
-            Before::First(claiming) => (at, None, Some(claiming)),
-            Before::Waited(seat, waiting) => (Instant::now(), Some((seat, waiting)), None),
+            Before::First(claiming, since) => (since, None, Some(claiming)),
+            Before::Waited(seat, waiting) | Before::Elsewhere(seat, waiting) => {
+                (Instant::now(), Some((seat, waiting)), None)
+            }
             Before::Nothing => (at, None, None),
         };
         let mut progress = Progress { found: None, inquiries: 0 };
         let mut in_doubt = false;
         loop {
+            if std::mem::take(&mut elsewhere)
+                && let Some((seat, _)) = &mut seat
+            {
+                match self.sit(call, seat, wait_until).await {
+                    Sat::Claims => {}
+                    Sat::Answered(conclusion) => return Claimed::Concluded(conclusion),
+                    Sat::Leaves => {
+                        // What is left of the lease is for the store to say.
+                        let rejection = Rejection::new(RejectionKind::KeyInUse);
+                        return Claimed::refused(
+                            rejection.with_retry_after(RETRY_AFTER_UNAVAILABLE),
+                        );
+                    }
+                }
+                since = Instant::now();
+            }
             let Reply { outcome, at: granted, in_doubt: doubtful } =
                 self.claim_surely(call.storage_key, &claim, policy, since).await;
             in_doubt |= doubtful;
@@ -124,11 +162,13 @@ impl Engine {
                     return Claimed::Lease(Held { lease, since, granted, claiming });
                 }
                 Ok(ClaimOutcome::InFlight { remaining }) => {
-                    drop(claiming);
+                    if let Some(claiming) = claiming.filter(|_| has_one_recipe(call)) {
+                        claiming.elsewhere();
+                    }
                     remaining
                 }
                 Ok(ClaimOutcome::Completed(response)) => {
-                    if let Some(claiming) = claiming {
+                    if let Some(claiming) = claiming.filter(|_| has_one_recipe(call)) {
                         let fingerprint = call.fingerprints.current();
                         claiming.stored(Stored { fingerprint, response: response.clone() });
                     }
@@ -173,22 +213,35 @@ impl Engine {
                     Rejection::new(RejectionKind::TooManyWaiting).with_retry_after(remaining),
                 );
             };
-            tokio::select! {
-                biased;
-                // Also when the time is up: only the store knows what is left of the lease by now.
-                woken = seat.wait(wait_until) => match woken {
-                    // The store said that the request was the same as the one in flight. Whether that
-                    // was the one that has ended is for the fingerprint to say.
-                    Woken::Stored(stored) if is_for(call, &stored) => {
-                        return Claimed::Concluded(Conclusion::replay(stored.response));
-                    }
-                    Woken::Stored(_) | Woken::ClaimAgain | Woken::TimedOut => {}
-                },
-                () = self.0.closing.cancelled() => return in_use(),
-                // Nobody waits for this answer any more, and nothing of ours is running.
-                () = call.departure.notified() => return in_use(),
+            match self.sit(call, seat, wait_until).await {
+                Sat::Claims => {}
+                Sat::Answered(conclusion) => return Claimed::Concluded(conclusion),
+                Sat::Leaves => return in_use(),
             }
             since = Instant::now();
+        }
+    }
+
+    /// Waits for a twin, wherever it runs.
+    async fn sit<T>(&self, call: &Call, seat: &mut Seat, until: Instant) -> Sat<T> {
+        tokio::select! {
+            biased;
+            // Also when the time is up: only the store knows what is left of the lease by now.
+            woken = seat.wait(until) => match woken {
+                // The store said that the request was the same as the one in flight. Whether that
+                // was the one that has ended is for the fingerprint to say.
+                Woken::Stored(stored) if is_for(call, &stored) => {
+                    Sat::Answered(Conclusion::replay(stored.response))
+                }
+                Woken::Stored(_)
+                | Woken::Ended
+                | Woken::Elsewhere
+                | Woken::ClaimAgain
+                | Woken::TimedOut => Sat::Claims,
+            },
+            () = self.0.closing.cancelled() => Sat::Leaves,
+            // Nobody waits for this answer any more, and nothing of ours is running.
+            () = call.departure.notified() => Sat::Leaves,
         }
     }
 

@@ -19,9 +19,11 @@ use crate::store::Lease;
 /// How long something is recorded in the background at least: longer than a failover, or than a person takes
 /// to bring a server back.
 const BACKGROUND_MIN: Duration = Duration::from_secs(120);
-/// How long after a server has gone on it may still find claims on lines that are closed: it reads
-/// them all in its first turns.
-const STRAGGLERS: Duration = Duration::from_secs(1);
+/// When a claim is given back again. A server that goes on may still find claims on lines that are closed: it reads
+/// them all in its first turns. And a primary that was given up has the claim, and may get its place back before it
+/// was made a replica, which takes some ten seconds.
+const AGAIN: [Duration; 3] =
+    [Duration::from_secs(1), Duration::from_secs(4), Duration::from_secs(15)];
 /// The longest pause of what goes on in the background: a store that is back is found within a second. Within a lease it is tried three times: a claim
 /// that is done when a server goes on should be given back before its lease is over.
 const PATIENT_PAUSE_MAX: Duration = Duration::from_millis(800);
@@ -286,14 +288,22 @@ impl Engine {
     /// The same for a claim that nobody knows the fate of, and behind which nothing runs.
     ///
     /// A server that was frozen reads one line after another when it goes on, and the claim may stand on a
-    /// line that is closed by now: it may be done after the release. So that is said twice.
+    /// line that is closed by now: it may be done after the release. Or it was done by a server that was a primary
+    /// then and is one again. So that is said again; after a shutdown has begun, once.
     pub(super) fn give_up_in_background(&self, lease: Lease, settle: Settle, policy: &Policy) {
         let (engine, policy) = (self.clone(), policy.clone());
         let task = async move {
             let within = in_background(&policy);
-            if engine.settle(&lease, &settle, &policy, within).await == Settled::Released {
-                sleep(STRAGGLERS).await;
-                engine.settle(&lease, &settle, &policy, within).await;
+            let mut settled = engine.settle(&lease, &settle, &policy, within).await;
+            for (time, pause) in AGAIN.into_iter().enumerate() {
+                if settled != Settled::Released || (time > 0 && engine.0.closing.is_cancelled()) {
+                    return;
+                }
+                tokio::select! {
+                    () = sleep(pause) => {}
+                    () = engine.0.closing.cancelled(), if time > 0 => {}
+                }
+                settled = engine.settle(&lease, &settle, &policy, within).await;
             }
         };
         self.0.tracker.spawn(task.in_current_span());

@@ -84,8 +84,8 @@ impl Dialer {
             To::Primary(sentinels) => {
                 let known = self.known().clone();
                 let (line, named) =
-                    sentinels.dial(known, &self.config, self.connect_timeout).await?;
-                let era = self.found(named);
+                    sentinels.dial(known.clone(), &self.config, self.connect_timeout).await?;
+                let era = self.found(named, known.as_ref());
                 follow::begin(self, || sentinels.watchers(&self.config));
                 Ok((line, era))
             }
@@ -102,16 +102,16 @@ impl Dialer {
         self.known.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The era of a connection to this server.
-    fn found(&self, named: Named) -> u64 {
+    /// The era of a connection to this server, by who knew so much when he began to make it.
+    fn found(&self, named: Named, before: Option<&Named>) -> u64 {
         let mut known = self.known();
-        match &*known {
-            // While this one was made, somebody heard otherwise: it is not used.
-            Some(other) if other.place != named.place && other.epoch >= named.epoch => {
-                self.era().wrapping_sub(1)
-            }
-            Some(_) | None => self.learn(&mut known, named),
+        let place = |named: &Named| named.place.clone();
+        let now = known.as_ref().map(place);
+        if now != before.map(place) && now.is_some_and(|now| now != named.place) {
+            // Somebody has heard otherwise meanwhile: it is not used.
+            return self.era().wrapping_sub(1);
         }
+        self.learn(&mut known, named)
     }
 
     fn learn(&self, known: &mut Option<Named>, named: Named) -> u64 {
