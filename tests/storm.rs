@@ -150,7 +150,12 @@ async fn retries_that_arrive_while_a_replay_is_fetched_share_it() {
 async fn runs_that_store_nothing_cost_a_claim_each_however_many_wait() {
     let server = Server::new();
     let all: Vec<_> = (0..30).map(|_| tokio::spawn(server.clone().pay("nothing"))).collect();
-    server.gate.add_permits(30);
+    for _ in 0..30 {
+        server.started.acquire().await.unwrap().forget();
+        // Everybody else has come to rest.
+        tokio::time::sleep(Duration::from_millis(10)).await;
+        server.gate.add_permits(1);
+    }
     for one in all {
         assert_eq!(one.await.unwrap().0, 200);
     }
