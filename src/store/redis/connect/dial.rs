@@ -115,6 +115,7 @@ impl Dialer {
     }
 
     fn learn(&self, known: &mut Option<Named>, named: Named) -> u64 {
+        let named = known.iter().fold(named, Named::after);
         let place = named.place.clone();
         let before = known.replace(named).map(|before| before.place);
         let Some(before) = before.filter(|before| *before != place) else { return self.era() };

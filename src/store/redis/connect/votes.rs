@@ -16,6 +16,14 @@ pub(super) struct Named {
     pub(super) epoch: Option<u64>,
 }
 
+impl Named {
+    /// This, by who knew that much before. The number never falls: when most have been set up anew, one that was not
+    /// may come back with an old decision of a higher number than theirs.
+    pub(super) fn after(self, before: &Self) -> Self {
+        Self { epoch: self.epoch.max(before.epoch), ..self }
+    }
+}
+
 /// Answers of different Sentinels.
 #[derive(Debug)]
 pub(super) struct Votes {
@@ -149,5 +157,9 @@ mod tests {
         assert_eq!(anew.at_once(&said(2, 9)), None);
         assert_eq!(anew.earlier(&said(2, 9)), Some(said(1, 0)));
         assert_eq!(votes(3, &[(1, Some(0))]).earlier(&said(2, 9)), None, "few are no reason");
+        // And one with a decision from before that is not believed because of a higher number then.
+        let known = said(1, 0).after(&said(2, 9));
+        assert_eq!(votes(3, &[(3, Some(8)), (1, Some(0)), (1, Some(0))]).at_once(&known), None);
+        assert_eq!(votes(3, &[(3, Some(8))]).at_once(&known), None);
     }
 }
