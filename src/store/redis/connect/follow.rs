@@ -65,10 +65,31 @@ async fn follow(following: Following, watchers: Vec<Watcher>) {
         // Held for no longer than this takes.
         let Some(dialer) = following.0.upgrade() else { return };
         sight.sees(index, said, Instant::now());
+        match sight.notices(Instant::now()) {
+            Some(Notice::Blind) => {
+                let reason = sight.failure.as_ref().map(ToString::to_string);
+                tracing::warn!(
+                    reason,
+                    "most Sentinels do not answer: a failover is noticed when the connection to Redis breaks, and \
+                     what the old primary is told until then may be lost"
+                );
+            }
+            Some(Notice::SeesAgain) => {
+                tracing::info!("most Sentinels answer again: failovers are followed");
+            }
+            None => {}
+        }
         dialer.hears(|known| sight.judge(known, Instant::now()));
         drop(dialer);
         asked.push(ask(index, watcher));
     }
+}
+
+/// Whether a failover would be seen.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+enum Notice {
+    Blind,
+    SeesAgain,
 }
 
 /// What was seen last.
@@ -93,30 +114,23 @@ impl Sight {
                 None
             }
         };
+    }
+
+    /// What to tell of how many answer, once each time that it changes.
+    fn notices(&mut self, now: Instant) -> Option<Notice> {
         let fresh = |said: &&Option<(Named, Instant)>| {
             said.as_ref().is_some_and(|(_, at)| now.duration_since(*at) < FRESH_FOR)
         };
-        let most = self.said.iter().filter(fresh).count() * 2 > self.said.len();
-        match self.blind {
-            Some((_, true)) if most => {
-                tracing::info!("most Sentinels answer again: failovers are followed");
-            }
-            Some((since, false)) if !most && now.duration_since(since) >= BLIND_FOR => {
-                let reason = self.failure.as_ref().map(ToString::to_string);
-                tracing::warn!(
-                    reason,
-                    "most Sentinels do not answer: a failover is noticed when the connection to Redis breaks, and \
-                     what the old primary is told until then may be lost"
-                );
-                self.blind = Some((since, true));
-            }
-            _ => {}
+        if self.said.iter().filter(fresh).count() * 2 > self.said.len() {
+            let told = self.blind.take().is_some_and(|(_, told)| told);
+            return told.then_some(Notice::SeesAgain);
         }
-        if most {
-            self.blind = None;
-        } else {
-            self.blind.get_or_insert((now, false));
+        let (since, told) = self.blind.get_or_insert((now, false));
+        if *told || now.duration_since(*since) < BLIND_FOR {
+            return None;
         }
+        *told = true;
+        Some(Notice::Blind)
     }
 
     /// What to believe instead of what is known.
@@ -167,6 +181,26 @@ mod tests {
         let now = start + after(6_000);
         sight.sees(2, Ok(Some(named(3, 10))), now);
         assert_eq!(sight.judge(&known, now), Some(named(3, 10)));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn it_is_told_once_that_most_do_not_answer_and_once_that_they_do_again() {
+        let start = Instant::now();
+        let mut sight = Sight::of(3);
+        let mut told = Vec::new();
+        for step in 0..40 {
+            let now = start + after(500 * step);
+            let all = (10..30).contains(&step);
+            for index in 0..3 {
+                // One of three is too few.
+                let well = !all || index == 0;
+                let failed = || Err(RedisError::from((::redis::ErrorKind::Io, "gone")));
+                sight.sees(index, if well { Ok(Some(named(1, 1))) } else { failed() }, now);
+            }
+            told.extend(sight.notices(now).map(|notice| (step, notice)));
+        }
+        assert_eq!(told, [(20, Notice::Blind), (30, Notice::SeesAgain)]);
+        assert!(sight.failure.is_some(), "and why");
     }
 
     #[tokio::test(start_paused = true)]
