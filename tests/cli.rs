@@ -476,7 +476,8 @@ async fn a_pass_that_is_interrupted_leaves_the_last_listing_and_shows_its_progre
     let mut slow = slow.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     std::thread::sleep(Duration::from_millis(5_600));
     let pid = slow.id().to_string();
-    assert!(Command::new("kill").args(["-s", "INT", &pid]).status().unwrap().success());
+    // As by Ctrl-C, which is ignored by whatever a shell has started in the background.
+    assert!(Command::new("kill").args(["-s", "TERM", &pid]).status().unwrap().success());
     let ended = slow.wait().unwrap();
     assert!(!ended.success());
     let mut said = String::new();
