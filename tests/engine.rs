@@ -391,8 +391,9 @@ async fn a_waiter_in_another_process_learns_of_the_answer_within_tens_of_millise
     gate.reached.notified().await;
     let waiters: Vec<_> = (0..50).map(|_| tokio::spawn(other.pay("k"))).collect();
     sleep(Duration::from_secs(1)).await;
-    let polls = other.store.calls(Verb::Claim) - 50;
-    assert!(polls < 200, "{polls} polls of 50 waiters in a second");
+    // One asks for all, and then one polls at a time, more and more slowly.
+    let polls = other.store.calls(Verb::Claim);
+    assert!((20..40).contains(&polls), "{polls} polls of 50 waiters in a second");
     let done = Instant::now();
     gate.open.notify_one();
     for waiter in waiters {
