@@ -328,8 +328,10 @@ async fn a_server_that_is_too_old_is_refused() {
         while let Ok(length @ 1..) = client.read(&mut said).await {
             let said = String::from_utf8_lossy(&said[..length]);
             let handshake = "+OK\r\n".repeat(said.matches("CLIENT").count());
+            // Who it is, is asked ahead of everything else.
+            let info = if said.contains("\r\nINFO\r\n") { "$0\r\n\r\n" } else { "" };
             let reply = if said.contains("EVALSHA") { "*1\r\n:2\r\n" } else { "" };
-            client.write_all((handshake + reply).as_bytes()).await.unwrap();
+            client.write_all((handshake + info + reply).as_bytes()).await.unwrap();
         }
     });
     let error = RedisStore::connect(&format!("redis://127.0.0.1:{port}/")).await.unwrap_err();
