@@ -11,6 +11,7 @@ use crate::history::{History, assert_breaks, assert_holds, record, runs_in};
 use crate::invariants::{End, Promise, key_id};
 use crate::line::{Proxy, Way};
 use crate::postgres::PostgresServer;
+use crate::redis::RedisServer;
 use crate::sandbox::{Answer, Call, Connection, Sandbox};
 use crate::site::{Site, USUAL, begins, is, is_paid, is_unknown, metric_on, ms, sleep};
 
@@ -197,9 +198,15 @@ async fn b9_a_handler_longer_than_its_lease_keeps_it() {
     site.check(Promise::AtMostOnce).await;
 }
 
-/// Stops the first server in a handler, before its charge or after it, until its lease is over.
-async fn paused(recovery: &str, source: &str) -> (Site, tokio::task::JoinHandle<Option<Answer>>) {
-    let site = Site::start(&["--lease", "0.5", "--wait", "0", "--recovery", recovery]).await;
+/// Stops the first server in a handler, before its charge or after it, until its lease is over. The second one has
+/// a lease of its own.
+async fn paused(
+    recovery: &str,
+    source: &str,
+    lease_of_two: &str,
+) -> (Site, tokio::task::JoinHandle<Option<Answer>>) {
+    let args = |lease| ["--lease", lease, "--wait", "0", "--recovery", recovery];
+    let site = Site::on(RedisServer::start(), &args("0.5"), &args(lease_of_two)).await;
     let running = site.pay("k", source);
     begins(&site.one, "k").await;
     let charged = u64::from(source.starts_with("tok_charge"));
@@ -212,7 +219,7 @@ async fn paused(recovery: &str, source: &str) -> (Site, tokio::task::JoinHandle<
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn b10_a_server_paused_past_its_lease_leaves_its_key_unknown_and_heals_it_when_it_wakes() {
     for source in ["tok_slow_1500", "tok_charge_then_slow_1500"] {
-        let (site, running) = paused("at-most-once", source).await;
+        let (site, running) = paused("at-most-once", source, "0.5").await;
         is_unknown(&site.settled_without_one("k", source).await);
         is_unknown(&site.settled_without_one("k", source).await);
         site.one.signal("CONT");
@@ -229,7 +236,7 @@ async fn b10_a_server_paused_past_its_lease_leaves_its_key_unknown_and_heals_it_
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn b10_a_server_paused_past_its_lease_runs_beside_its_successor_whose_answer_stands() {
     for source in ["tok_slow_1500", "tok_charge_then_slow_1500"] {
-        let (site, running) = paused("at-least-once", source).await;
+        let (site, running) = paused("at-least-once", source, "0.5").await;
         let end = site.settled_without_one("k", source).await;
         let End::Paid { body, replay: false, .. } = end else { panic!("{source}: {end:?}") };
         site.one.signal("CONT");
@@ -254,17 +261,19 @@ async fn b10_a_server_paused_past_its_lease_runs_beside_its_successor_whose_answ
 async fn b10_a_server_that_wakes_while_its_successor_runs_is_refused_and_the_successors_answer_stands()
  {
     for (recovery, source) in [
-        ("at-least-once", "tok_slow_3000"),
-        ("at-least-once", "tok_charge_then_slow_3000"),
+        ("at-least-once", "tok_slow_1500"),
+        ("at-least-once", "tok_charge_then_slow_1500"),
         // The hook finds no charge, and the key runs again.
-        ("reconcile", "tok_slow_3000"),
+        ("reconcile", "tok_slow_1500"),
     ] {
-        let (site, running) = paused(recovery, source).await;
+        let (site, running) = paused(recovery, source, "30").await;
         let watch = site.history.watch(Box::new(site.store().await));
         let (history, two) = (site.history.clone(), site.two.address);
         let successor =
             tokio::spawn(async move { history.pay_surely(&[two], "k", source, USUAL).await });
         begins(&site.two, "k").await;
+        // It holds the key for half a minute from here on, and ends nothing until the other one has its answer.
+        site.two.signal("STOP");
         site.one.signal("CONT");
         let late = running.await.unwrap().unwrap();
         // It has ended its handler and knows an answer, which nobody will ever see.
@@ -276,6 +285,7 @@ async fn b10_a_server_that_wakes_while_its_successor_runs_is_refused_and_the_suc
         let metrics = site.one.send(Call::get("/metrics")).await.body;
         let refused = "\nidempotency_completions_refused 1\n";
         assert!(String::from_utf8_lossy(&metrics).contains(refused), "{recovery}, {source}");
+        site.two.signal("CONT");
         let End::Paid { body, replay: false, .. } = successor.await.unwrap() else {
             panic!("{recovery}, {source}")
         };
