@@ -8,7 +8,7 @@ use tokio::time::Instant;
 
 use super::claim::{Before, is_for, seated};
 use super::wait::{Met, Seat, Woken};
-use super::{Attendance, Call, Conclusion, Engine, RETRY_AFTER_UNAVAILABLE, Ran, Run};
+use super::{Attendance, Call, Conclusion, Engine, RETRY_AFTER_UNAVAILABLE, Ran, Run, in_use};
 use crate::error::{Rejection, RejectionKind};
 
 /// A request that is about to claim its key.
@@ -98,9 +98,7 @@ impl Engine {
                 woken = seat.wait(at + call.policy.wait) => woken,
                 // After a shutdown has begun nothing is claimed any more. What is left of the lease is for the store to say.
                 () = self.0.closing.cancelled() => {
-                    let rejection = Rejection::new(RejectionKind::KeyInUse);
-                    let rejection = rejection.with_retry_after(RETRY_AFTER_UNAVAILABLE);
-                    let conclusion = Conclusion::Refused(rejection);
+                    let conclusion = Conclusion::refused(in_use(RETRY_AFTER_UNAVAILABLE));
                     conclusion.tell(&call, at.elapsed());
                     return conclusion;
                 }

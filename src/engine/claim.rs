@@ -7,7 +7,8 @@ use super::observe::Waiting;
 use super::reconcile::Answered;
 use super::wait::{Claiming, Seat, Stored, Woken};
 use super::{
-    Call, Conclusion, Engine, RETRY_AFTER_UNAVAILABLE, observe, pause, unavailable, unreadable,
+    Call, Conclusion, Engine, RETRY_AFTER_UNAVAILABLE, in_use, observe, pause, unavailable,
+    unreadable,
 };
 use crate::config::{Enforcement, Policy, Recovery};
 use crate::error::{Rejection, RejectionKind, StoreError, StoreErrorKind};
@@ -137,13 +138,8 @@ impl Engine {
                 match self.sit(call, seat, wait_until).await {
                     Sat::Claims => {}
                     Sat::Answered(conclusion) => return Claimed::Concluded(conclusion),
-                    Sat::Leaves => {
-                        // What is left of the lease is for the store to say.
-                        let rejection = Rejection::new(RejectionKind::KeyInUse);
-                        return Claimed::refused(
-                            rejection.with_retry_after(RETRY_AFTER_UNAVAILABLE),
-                        );
-                    }
+                    // What is left of the lease is for the store to say.
+                    Sat::Leaves => return Claimed::refused(in_use(RETRY_AFTER_UNAVAILABLE)),
                 }
                 since = Instant::now();
             }
@@ -198,12 +194,8 @@ impl Engine {
                     return Claimed::refused(unreadable());
                 }
             };
-            let in_use = || {
-                let rejection = Rejection::new(RejectionKind::KeyInUse).with_retry_after(remaining);
-                Claimed::Concluded(Conclusion::Refused(rejection))
-            };
             if Instant::now() >= wait_until || self.0.closing.is_cancelled() {
-                return in_use();
+                return Claimed::refused(in_use(remaining));
             }
             if seat.is_none() {
                 seat = self.0.room.take_seat(call.storage_key).map(|seat| seated(seat, policy));
@@ -216,7 +208,7 @@ impl Engine {
             match self.sit(call, seat, wait_until).await {
                 Sat::Claims => {}
                 Sat::Answered(conclusion) => return Claimed::Concluded(conclusion),
-                Sat::Leaves => return in_use(),
+                Sat::Leaves => return Claimed::refused(in_use(remaining)),
             }
             since = Instant::now();
         }

@@ -656,6 +656,11 @@ fn unavailable() -> Rejection {
     Rejection::new(RejectionKind::StoreUnavailable).with_retry_after(RETRY_AFTER_UNAVAILABLE)
 }
 
+/// It runs, here or elsewhere, and `remaining` is when it makes sense to come back.
+fn in_use(remaining: Duration) -> Rejection {
+    Rejection::new(RejectionKind::KeyInUse).with_retry_after(remaining)
+}
+
 fn unreadable() -> Rejection {
     Rejection::new(RejectionKind::RecordUnreadable).with_retry_after(RETRY_AFTER_UNAVAILABLE)
 }
