@@ -35,12 +35,21 @@ fn no_snippet_has_lines_that_only_rustdoc_hides() {
 #[rustfmt::skip]
 mod client {
 use reqwest_middleware::ClientBuilder;
-use tower_idempotency::{IdempotencyKey, client::{Answered, RetryMiddleware, RetryPolicy}};
+use tower_idempotency::{IdempotencyKey, client::{Answered, ClientError, RetryMiddleware, RetryPolicy}};
 
 pub(super) async fn pay(url: &str, order: String) -> Result<bool, reqwest_middleware::Error> {
     let client = ClientBuilder::new(reqwest::Client::new()).with(RetryMiddleware::new(RetryPolicy::new())).build();
     let key = IdempotencyKey::random(); // keep it with the order, so that a restart goes on under it
-    let response = client.post(url).header("idempotency-key", key.as_str()).body(order).send().await?;
+    let response = match client.post(url).header("idempotency-key", key.as_str()).body(order).send().await {
+        Ok(response) => response, // of any status: the operation has its answer
+        Err(error) => {
+            if let Some(error) = ClientError::in_middleware(&error) {
+                let kind = error.kind(); // gave up, outcome unknown, key reused, ..: unless `is_safe_new_key()`, come back under the same key
+                eprintln!("{error} ({kind:?}, reference {:?})", error.reference());
+            }
+            return Err(error);
+        }
+    };
     let replayed = response.extensions().get::<Answered>().is_some_and(Answered::is_replay);
     Ok(replayed)
 }

@@ -6,6 +6,7 @@ use std::fmt;
 use bytes::Bytes;
 use http::Response;
 
+use super::judge::reference;
 use crate::key::{IdempotencyKey, KeyError};
 
 pub(super) type BoxError = Box<dyn StdError + Send + Sync>;
@@ -116,6 +117,12 @@ impl ClientError {
         self.0.response.as_ref()
     }
 
+    /// What the operator of the server finds the operation by, where its outcome is unknown. No secret.
+    #[must_use]
+    pub fn reference(&self) -> Option<String> {
+        self.0.response.as_ref().and_then(|response| reference(response.body()))
+    }
+
     /// This error inside the error of a client with middleware.
     #[cfg(feature = "client-reqwest")]
     #[must_use]
@@ -146,7 +153,11 @@ impl fmt::Display for ClientError {
                 f.write_str("the idempotency key was used before, with a different request")
             }
             ClientErrorKind::OutcomeUnknown => {
-                f.write_str("the operation may have happened, and the server cannot know")
+                f.write_str("the operation may have happened, and the server cannot know")?;
+                match self.reference() {
+                    Some(reference) => write!(f, " (its operator knows it as {reference})"),
+                    None => Ok(()),
+                }
             }
             ClientErrorKind::ResultUnavailable => {
                 f.write_str("the operation was carried out; its answer was not kept")
@@ -203,5 +214,26 @@ mod tests {
         let shown = format!("{error} {error:?}");
         assert!(shown.contains("after 3 tries") && shown.contains("200"), "{shown}");
         assert!(!shown.contains("4242") && !shown.contains(key.as_str()), "{shown}");
+    }
+
+    #[test]
+    fn an_unknown_outcome_says_what_the_operator_finds_it_by() {
+        let error = |body: &'static str| {
+            let response = Box::new(Response::new(Bytes::from_static(body.as_bytes())));
+            let last = Last::Answer { response, safe_new_key: false };
+            ClientError::after(ClientErrorKind::OutcomeUnknown, None, 1, last)
+        };
+        for body in [
+            r#"{"code":"idempotency_outcome_unknown","reference":"3f62c1a05b9e"}"#,
+            r#"{"error":{"code":"idempotency_outcome_unknown","reference":"3f62c1a05b9e"}}"#,
+        ] {
+            assert_eq!(error(body).reference().as_deref(), Some("3f62c1a05b9e"), "{body}");
+            assert!(error(body).to_string().ends_with("(its operator knows it as 3f62c1a05b9e)"));
+        }
+        // No server of ours says this; what is no reference is not passed on into logs.
+        for body in [r#"{"reference":"4242 4242 4242"}"#, r#"{"reference":7}"#, "{}", "["] {
+            assert_eq!(error(body).reference(), None, "{body}");
+            assert!(error(body).to_string().ends_with("cannot know"), "{body}");
+        }
     }
 }

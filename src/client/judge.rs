@@ -11,6 +11,9 @@ use super::after::retry_after;
 use super::error::ClientErrorKind;
 use crate::config::{IDEMPOTENT_REPLAYED, STRIPE_SHOULD_RETRY};
 
+/// Longer than any reference of ours, which has twelve hex digits.
+const LONGEST_REFERENCE: usize = 64;
+
 /// What to do about an answer.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum Judgement {
@@ -74,11 +77,20 @@ enum Meaning {
 
 /// Judges an answer to a request that may be repeated.
 ///
-/// In this order: a known `code`; a replay, which will not change; `Stripe-Should-Retry`; Stripe's type
+/// In this order: a known `code` (of an unknown outcome with what the server says of a retry: it may be one that runs
+/// interrupted operations again, or finds out about them); a replay, which will not change; `Stripe-Should-Retry`; Stripe's type
 /// for a key that was reused; the status.
 pub(super) fn judge(head: &response::Parts, body: Option<&Bytes>) -> Judged {
     let said = body.map_or_else(Said::default, |body| Said::read(head, body));
-    let meaning = said.code.as_deref().and_then(by_code).unwrap_or_else(|| {
+    let known = said.code.as_deref().and_then(by_code).map(|meaning| match meaning {
+        Meaning::Stop(ClientErrorKind::OutcomeUnknown)
+            if should_retry(&head.headers) == Some(true) =>
+        {
+            Meaning::Again { reason: "outcome_unknown", free: false }
+        }
+        meaning => meaning,
+    });
+    let meaning = known.unwrap_or_else(|| {
         let again = by_status(head.status);
         match should_retry(&head.headers) {
             _ if is_replay(&head.headers) => Meaning::Final,
@@ -158,6 +170,17 @@ impl Said {
     }
 }
 
+/// The reference in a problem document, or in an error of Stripe's shape.
+pub(super) fn reference(body: &Bytes) -> Option<String> {
+    let document = serde_json::from_slice::<Value>(body).ok()?;
+    let reference =
+        document["reference"].as_str().or_else(|| document["error"]["reference"].as_str())?;
+    // It goes into errors and logs, so whatever else it may be stays out of them.
+    let digits = reference.len() <= LONGEST_REFERENCE
+        && reference.bytes().all(|byte| byte.is_ascii_alphanumeric());
+    digits.then(|| reference.to_owned())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -220,6 +243,9 @@ mod tests {
             (409, YES, "key_in_use", "in_use (free)"),
             (409, NO, "outcome_unknown", "OutcomeUnknown"),
             (500, NO, "outcome_unknown", "OutcomeUnknown"),
+            (500, JSON, "outcome_unknown", "OutcomeUnknown"),
+            // The server runs interrupted operations again, or finds out about them.
+            (500, YES, "outcome_unknown", "outcome_unknown"),
             (409, NO, "result_unavailable", "ResultUnavailable"),
             (409, NO, "too_many_waiting", "too_many"),
             (429, YES, "too_many_in_flight", "too_many"),

@@ -241,11 +241,14 @@ impl Engine {
         let unfinished = left.len();
         join_all(left.into_iter().map(async |execution| {
             let Some((lease, policy, verdict)) = execution.abandon() else { return };
+            if policy.enforcement == Enforcement::Enforce {
+                observe::abandoned(lease.key(), verdict);
+            }
             let within = policy.claim_within.min(MARK_WITHIN);
             self.settle(lease, &Settle::Release(verdict), policy, within).await;
         }))
         .await;
-        tracing::warn!(unfinished, "shutdown with running handlers: their outcomes are unknown");
+        tracing::warn!(unfinished, "a shutdown has left handlers running");
         Drained { unfinished }
     }
 

@@ -8,7 +8,7 @@ use tracing::Span;
 use tracing::field::Empty;
 
 use crate::error::{RejectionKind, StoreErrorKind};
-use crate::record::{ClaimOutcome, Grant};
+use crate::record::{ClaimOutcome, Grant, Verdict};
 use crate::scope::StorageKey;
 use crate::store::Lease;
 
@@ -270,6 +270,19 @@ pub(crate) fn refused(kind: &RejectionKind, key: Option<StorageKey>) {
         tracing::warn!(reference = key, outcome, "the outcome of a request is unknown");
     } else {
         tracing::debug!(key, outcome, "idempotent request refused");
+    }
+}
+
+/// Logs a run that a shutdown has given up while it goes on.
+pub(super) fn abandoned(key: StorageKey, verdict: Verdict) {
+    match verdict {
+        // Retries are told the same reference.
+        Verdict::Unknown => tracing::warn!(
+            reference = %key.in_logs(), "the outcome of a request is unknown: its handler was running when the grace of a shutdown was over"
+        ),
+        Verdict::NoEffect => tracing::warn!(
+            key = %key.in_logs(), "a handler without an effect so far was running when the grace of a shutdown was over: its key is free"
+        ),
     }
 }
 

@@ -10,7 +10,7 @@ use http::header::{CACHE_CONTROL, CONTENT_TYPE, LINK, LOCATION, RETRY_AFTER};
 use http::{HeaderMap, HeaderName, HeaderValue, Response, StatusCode};
 use serde::Serialize;
 
-use crate::config::{Config, ErrorFlavour, KeySource, STRIPE_SHOULD_RETRY};
+use crate::config::{Config, ErrorFlavour, KeySource, Recovery, STRIPE_SHOULD_RETRY};
 use crate::error::{Rejection, RejectionKind};
 
 /// What a client is told about one kind of refusal.
@@ -24,6 +24,21 @@ struct Advice {
     /// True if the same request under the same key may succeed later.
     retry: bool,
     error_type: &'static str,
+}
+
+impl Advice {
+    /// Where an interrupted operation is not left to a person, the next retry settles it.
+    fn of_failure(&mut self, recovery: &Recovery) {
+        let then = match recovery {
+            Recovery::AtMostOnce => return,
+            Recovery::AtLeastOnce => "it is processed again",
+            Recovery::Reconcile(_) => "it is found out first what became of this one",
+        };
+        self.detail = format!(
+            "The request failed while it was processed. It may have taken effect. Send the same request again with the same key: {then}."
+        );
+        self.retry = true;
+    }
 }
 
 #[derive(Serialize)]
@@ -84,6 +99,9 @@ pub(super) fn response(rejection: &Rejection, config: &Config) -> Response<Bytes
     }
     if *rejection.kind() == RejectionKind::KeyMissing {
         advice.detail += &looked_for(config);
+    }
+    if *rejection.kind() == RejectionKind::HandlerFailed {
+        advice.of_failure(&config.policy.recovery);
     }
     let (original_status, original_location) = original(rejection.kind());
     let r#type = format!("{base}{}", advice.code);
@@ -559,6 +577,31 @@ mod tests {
             let detail = detail(config);
             assert!(detail.contains(place), "{detail}");
         }
+    }
+
+    #[test]
+    fn a_failure_asks_for_a_retry_where_the_retry_settles_it() {
+        let of = |recovery: Recovery| {
+            let config = Config::builder().scope(Scope::global()).recovery(recovery);
+            let failed = Rejection::new(RejectionKind::HandlerFailed);
+            let response = response(&failed, &config.build().unwrap());
+            let body: Value = serde_json::from_slice(response.body()).unwrap();
+            assert_eq!((response.status().as_u16(), &body["safe_new_key"]), (500, &false.into()));
+            assert_eq!(body["code"], "idempotency_outcome_unknown");
+            assert_eq!(body["detail"], body["error"]["message"]);
+            let retry = response.headers()[STRIPE_SHOULD_RETRY].to_str().unwrap().to_owned();
+            (retry, body["detail"].as_str().unwrap().to_owned())
+        };
+        let (retry, detail) = of(Recovery::AtMostOnce);
+        assert!(retry == "false" && detail.contains("Nothing will be executed"), "{detail}");
+        let (retry, detail) = of(Recovery::AtLeastOnce);
+        assert!(
+            retry == "true" && detail.ends_with("same key: it is processed again."),
+            "{detail}"
+        );
+        let (retry, detail) = of(Recovery::reconcile(async |_| crate::Found::StillUnknown));
+        assert!(retry == "true" && detail.contains("it is found out first"), "{detail}");
+        assert!(!detail.contains("Nothing will be executed"), "{detail}");
     }
 
     #[test]

@@ -12,6 +12,7 @@ use tower_idempotency::{
 };
 
 use crate::harness::{Ask, Fault, Gate, Shop, Verb, defaults, no_wait, post, secs, settle_down};
+use crate::log::Log;
 
 fn pay() -> Ask {
     post("/payments").key("k")
@@ -311,11 +312,18 @@ async fn case_128_a_shutdown_waits_for_running_handlers_and_takes_no_new_ones() 
 // cases: 128
 #[tokio::test(start_paused = true)]
 async fn case_128_what_does_not_finish_in_time_is_marked_as_unknown() {
+    let (log, _guard) = Log::install(tracing::Level::WARN);
     let (shop, gate) = gated(defaults);
     drop(shop.sending(&pay()));
     gate.entered().await;
     assert_eq!(shop.layer.drain(secs(5)).await.unfinished, 1);
-    shop.second_process().send(&pay()).await.refused(409, "outcome_unknown");
+    let said = log.take();
+    let unknown = shop.second_process().send(&pay()).await.refused(409, "outcome_unknown");
+    // An operator finds it by what the log said, also if nobody retries.
+    let reference = unknown.json()["reference"].as_str().unwrap().to_owned();
+    let line = said.lines().find(|line| line.contains(&format!("reference={reference}")));
+    assert!(line.is_some_and(|line| line.contains("the grace of a shutdown was over")), "{said}");
+    assert!(said.contains("a shutdown has left handlers running unfinished=1"), "{said}");
     shop.ledger.expect(1);
 }
 
