@@ -18,7 +18,7 @@ use tokio::io::AsyncWriteExt as _;
 use tokio::net::{TcpListener, TcpStream};
 use tower::{Layer as _, ServiceExt as _};
 use tower_idempotency::IdempotencyKey;
-use tower_idempotency::client::{Answered, RetryBudget, RetryLayer, RetryPolicy};
+use tower_idempotency::client::{Answered, ClientErrorKind, RetryBudget, RetryLayer, RetryPolicy};
 
 use super::cutting::{Cut, CuttingProxy};
 use super::redis::RedisServer;
@@ -213,4 +213,24 @@ async fn clones_of_a_client_in_many_tasks_never_share_a_key() {
     futures_util::future::join_all(sends).await.into_iter().for_each(|done| drop(done.unwrap()));
     let keys: BTreeSet<_> = wire.received().iter().map(|one| one.key()).collect();
     assert_eq!(keys.len(), 50);
+}
+
+/// A panic behind the charge: where interrupted operations run again, the server asks for the try that settles it.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_payment_whose_handler_panicked_has_its_receipt_by_the_next_try_where_that_settles_it() {
+    let redis = RedisServer::start();
+    for recovery in ["at-least-once", "reconcile"] {
+        for kind in BOTH {
+            let sandbox = Sandbox::start(&["--store", &redis.url(), "--recovery", recovery]);
+            let done = send(kind, policy(), pay(sandbox.address, "tok_panic_after")).await.unwrap();
+            assert_eq!((done.status.as_u16(), done.answered.tries()), (201, 2), "{recovery}");
+            let ledger = sandbox.ledger().await;
+            assert_eq!(ledger["entries"].as_array().unwrap().len(), 1, "{recovery}: {ledger}");
+        }
+    }
+    // Where nothing runs again, another try would say the same.
+    let sandbox = Sandbox::start(&["--store", &redis.url()]);
+    let failed = send(Kind::Hyper, policy(), pay(sandbox.address, "tok_panic_after")).await;
+    let failed = failed.unwrap_err();
+    assert_eq!((failed.kind, failed.tries), (ClientErrorKind::OutcomeUnknown, 1));
 }
