@@ -105,6 +105,46 @@ async fn c15_what_too_few_replicas_confirm_is_not_believed_on_valkey() {
 }
 
 #[tokio::test]
+async fn what_is_found_waits_for_nobody_while_replicas_are_away() {
+    let (primary, replica) = pair(RedisServer::start());
+    for way in WAYS {
+        let store = connect_waiting(way, &primary, 1).await;
+        let (done, running) = (new_key(), new_key());
+        let lease = granted(&store, done).await;
+        store.complete(&lease, &completion(b"answer")).await.unwrap();
+        let mine = claim();
+        let held = store.claim(running, &mine).await;
+        assert!(matches!(held, Ok(ClaimOutcome::Acquired(_))), "{way:?}: {held:?}");
+
+        replica.stop();
+        let error = store.claim(new_key(), &claim()).await.unwrap_err();
+        assert_eq!(error.kind(), StoreErrorKind::OutcomeUnknown, "{way:?}: {error:?}");
+        // It is known by now, and each look that waited in vain would hold a connection.
+        let waited = primary.calls_of("wait");
+        let replays = join_all((0..200).map(|_| async { store.claim(done, &claim()).await })).await;
+        let other = replays.iter().find(|replay| !is_replay(replay, b"answer"));
+        assert!(other.is_none(), "{way:?}: {other:?}");
+        let twin = store.claim(running, &claim()).await;
+        assert!(matches!(twin, Ok(ClaimOutcome::InFlight { .. })), "{way:?}: {twin:?}");
+        assert_eq!(primary.calls_of("wait"), waited, "{way:?}");
+
+        // What is new waits all the same, and what is one's own, of which nobody knows if they have it.
+        for (key, claim) in [(new_key(), claim()), (running, mine)] {
+            let error = store.claim(key, &claim).await.unwrap_err();
+            assert_eq!(error.kind(), StoreErrorKind::OutcomeUnknown, "{way:?}: {error:?}");
+        }
+        assert!(primary.calls_of("wait") >= waited + 2, "{way:?}");
+
+        // The first write that is confirmed ends it.
+        replica.cont();
+        let _ = granted(&store, new_key()).await;
+        let looked = primary.calls_of("get");
+        assert!(is_replay(&store.claim(done, &claim()).await, b"answer"), "{way:?}");
+        assert_eq!(primary.calls_of("get"), looked, "{way:?}: nobody looks first");
+    }
+}
+
+#[tokio::test]
 async fn calls_that_wait_do_not_wait_for_one_another() {
     let (primary, replica) = pair(RedisServer::start());
     let store = RedisStore::builder()

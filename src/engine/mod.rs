@@ -14,6 +14,7 @@
 
 mod arrive;
 mod attend;
+mod behind;
 mod claim;
 mod execution;
 mod keeper;
@@ -58,6 +59,7 @@ use crate::store::{Lease, Store};
 use crate::token::{Attempt, Fence};
 use arrive::Arrival;
 use attend::{Attendance, Watched};
+use behind::Behind;
 use claim::{Claimed, Held};
 use keeper::Kept;
 pub(crate) use observe::Seen;
@@ -83,6 +85,7 @@ struct Shared {
     running: Mutex<BTreeMap<u64, Running>>,
     next_run: AtomicU64,
     inquiries: Inquiries,
+    behind: Arc<Behind>,
     series: StoreSeries,
 }
 
@@ -170,6 +173,10 @@ pub struct Drained {
     /// How many handlers were still running at the end of the grace; their keys are marked as of
     /// unknown outcome, as far as the store could be reached.
     pub unfinished: usize,
+    /// How much else the store did not confirm by then: answers that clients have (marked `not-stored`), and claims and
+    /// handlers that were given up. As far as the store did what it was asked first, these keys are of unknown outcome
+    /// when their leases are over, also where nothing ran. Their references are logged.
+    pub unrecorded: usize,
 }
 
 /// How often a handler may be started for one request whose store rolled it back.
@@ -208,6 +215,7 @@ impl Engine {
             running: Mutex::default(),
             next_run: AtomicU64::new(0),
             inquiries: Inquiries::default(),
+            behind: Arc::default(),
         }))
     }
 
@@ -232,24 +240,29 @@ impl Engine {
         self.0.tracker.close();
         let finished = timeout(grace, self.0.tracker.wait()).await.is_ok();
         if finished {
-            return Drained { unfinished: 0 };
+            return Drained { unfinished: 0, unrecorded: 0 };
         }
         let left: Vec<_> = {
             let running = self.running();
             running.values().map(|run| run.execution.clone()).collect()
         };
         let unfinished = left.len();
-        join_all(left.into_iter().map(async |execution| {
+        join_all(left.into_iter().enumerate().map(async |(number, execution)| {
             let Some((lease, policy, verdict)) = execution.abandon() else { return };
-            if policy.enforcement == Enforcement::Enforce {
+            if policy.enforcement == Enforcement::Enforce && number < observe::TOLD_AT_MOST {
                 observe::abandoned(lease.key(), verdict);
             }
             let within = policy.claim_within.min(MARK_WITHIN);
             self.settle(lease, &Settle::Release(verdict), policy, within).await;
         }))
         .await;
-        tracing::warn!(unfinished, "a shutdown has left handlers running");
-        Drained { unfinished }
+        let unrecorded = self.0.behind.tell();
+        tracing::warn!(
+            unfinished,
+            unrecorded,
+            "a shutdown did not wait for all that was under way"
+        );
+        Drained { unfinished, unrecorded }
     }
 
     /// For how long the oldest handler that runs now has been running.

@@ -7,6 +7,7 @@ use tokio::time::Instant;
 use tracing::Span;
 use tracing::field::Empty;
 
+use super::behind::Unrecorded;
 use crate::error::{RejectionKind, StoreErrorKind};
 use crate::record::{ClaimOutcome, Grant, Verdict};
 use crate::scope::StorageKey;
@@ -273,6 +274,9 @@ pub(crate) fn refused(kind: &RejectionKind, key: Option<StorageKey>) {
     }
 }
 
+/// How many keys a shutdown names in the log of each kind; of all it says how many they are.
+pub(super) const TOLD_AT_MOST: usize = 100;
+
 /// Logs a run that a shutdown has given up while it goes on.
 pub(super) fn abandoned(key: StorageKey, verdict: Verdict) {
     match verdict {
@@ -282,6 +286,19 @@ pub(super) fn abandoned(key: StorageKey, verdict: Verdict) {
         ),
         Verdict::NoEffect => tracing::warn!(
             key = %key.in_logs(), "a handler without an effect so far was running when the grace of a shutdown was over: its key is free"
+        ),
+    }
+}
+
+/// Logs what a shutdown could not wait for until the store had it.
+pub(super) fn unrecorded(key: StorageKey, what: Unrecorded) {
+    let reference = key.in_logs();
+    match what {
+        Unrecorded::Answer => tracing::warn!(
+            %reference, "an answer was given and not recorded when the grace of a shutdown was over: retries will be told that its outcome is unknown, or run again"
+        ),
+        Unrecorded::End => tracing::warn!(
+            %reference, "a key was not given back when the grace of a shutdown was over: retries may be told that its outcome is unknown"
         ),
     }
 }

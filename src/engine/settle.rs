@@ -279,7 +279,9 @@ impl Engine {
     /// whose lease is over takes the word of its last holder still.
     pub(super) fn settle_in_background(&self, lease: &Lease, settle: Settle, policy: &Policy) {
         let (engine, lease, policy) = (self.clone(), lease.clone(), policy.clone());
+        let recording = self.0.behind.begin(lease.key(), &settle);
         let task = async move {
+            let _recording = recording;
             engine.settle(&lease, &settle, &policy, in_background(&policy)).await;
         };
         self.0.tracker.spawn(task.in_current_span());
@@ -292,9 +294,11 @@ impl Engine {
     /// then and is one again. So that is said again; after a shutdown has begun, once.
     pub(super) fn give_up_in_background(&self, lease: Lease, settle: Settle, policy: &Policy) {
         let (engine, policy) = (self.clone(), policy.clone());
+        let recording = self.0.behind.begin(lease.key(), &settle);
         let task = async move {
             let within = in_background(&policy);
             let mut settled = engine.settle(&lease, &settle, &policy, within).await;
+            drop(recording);
             for (time, pause) in AGAIN.into_iter().enumerate() {
                 if settled != Settled::Released || (time > 0 && engine.0.closing.is_cancelled()) {
                     return;

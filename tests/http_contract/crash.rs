@@ -323,8 +323,46 @@ async fn case_128_what_does_not_finish_in_time_is_marked_as_unknown() {
     let reference = unknown.json()["reference"].as_str().unwrap().to_owned();
     let line = said.lines().find(|line| line.contains(&format!("reference={reference}")));
     assert!(line.is_some_and(|line| line.contains("the grace of a shutdown was over")), "{said}");
-    assert!(said.contains("a shutdown has left handlers running unfinished=1"), "{said}");
+    assert!(said.contains("unfinished=1 unrecorded=0"), "{said}");
     shop.ledger.expect(1);
+}
+
+// cases: 128
+#[tokio::test(start_paused = true)]
+async fn case_128_a_shutdown_says_what_the_store_was_not_told_in_time() {
+    // A claim that was made, and of which nobody knows; and an answer that could not be stored.
+    for (verb, answer) in [(Verb::Claim, false), (Verb::Complete, true)] {
+        let (log, _guard) = Log::install(tracing::Level::WARN);
+        let shop = Shop::with(defaults);
+        shop.store.fail(verb, Fault::LostReply);
+        shop.store.fail(Verb::Release, Fault::Is(StoreErrorKind::Unavailable));
+        if answer {
+            // Not stored, whatever the reply says.
+            shop.store.fail(Verb::Complete, Fault::Is(StoreErrorKind::Unavailable));
+            let given = shop.send(&pay()).await;
+            assert_eq!(given.header("idempotency-status"), Some("not-stored"), "{given:?}");
+        } else {
+            shop.send(&pay()).await.refused(503, "store_unavailable");
+        }
+        let key = shop.store.last_claim().0;
+        log.take();
+        let drained = shop.layer.drain(secs(5)).await;
+        assert_eq!((drained.unfinished, drained.unrecorded), (0, 1), "{verb:?}");
+        let said = log.take();
+        let words = if answer { "an answer was given" } else { "a key was not given back" };
+        assert!(said.contains("unfinished=0 unrecorded=1"), "{said}");
+        let line = said.lines().find(|line| line.contains(words)).expect(words);
+        assert!(line.contains(&format!("reference={}", key.log_id())), "{line}");
+        shop.ledger.expect(usize::from(answer));
+    }
+    // What was recorded after all is no loss.
+    let shop = Shop::with(defaults);
+    shop.store.fail(Verb::Complete, Fault::Is(StoreErrorKind::Unavailable));
+    shop.send(&pay()).await;
+    shop.store.recover();
+    let drained = shop.layer.drain(secs(60)).await;
+    assert_eq!((drained.unfinished, drained.unrecorded), (0, 0));
+    shop.second_process().send(&pay()).await.replayed(201);
 }
 
 // cases: 130

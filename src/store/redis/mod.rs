@@ -42,6 +42,7 @@ mod glance;
 mod inspect;
 mod mistaken;
 mod place;
+mod replicas;
 mod script;
 mod setup;
 mod words;
@@ -61,6 +62,7 @@ use builder::PREFIX;
 use call::{Call, Wait};
 use claim::{Clock, Seen};
 use connect::{CALL_TIMEOUT, Cause, Connections, Pooled, Urgency};
+use replicas::Replicas;
 use script::{BadReply, Readiness, Work};
 use setup::SetupError;
 
@@ -97,6 +99,7 @@ struct Inner {
     /// Who we are to the server, for advice; a pool does not say.
     user: Option<Box<str>>,
     clock: Clock,
+    replicas: Replicas,
     /// The user was refused a right since everything was tried last. Then no key is claimed before it was tried
     /// again: what a claim starts could not be recorded.
     rights_refused: AtomicBool,
@@ -179,8 +182,9 @@ impl RedisStore {
         wait: Option<Wait>,
         user: Option<Box<str>>,
     ) -> Self {
-        let (clock, rights_refused) = (Clock::new(), AtomicBool::new(false));
-        Self(Arc::new(Inner { connections, prefix, wait, user, clock, rights_refused }))
+        let (clock, replicas, rights_refused) =
+            (Clock::new(), Replicas::new(), AtomicBool::new(false));
+        Self(Arc::new(Inner { connections, prefix, wait, user, clock, replicas, rights_refused }))
     }
 
     /// The key's name in Redis. The braces make the whole of it a hash tag.
@@ -200,6 +204,7 @@ impl RedisStore {
         let reply = match self.0.connections.run(call, verb.urgency).await {
             Ok(answer) => {
                 shortfall = call.shortfall(&answer);
+                self.0.replicas.heard(&answer, shortfall.as_ref());
                 Ok(answer.value)
             }
             Err(connect::Failure::Refused(error)) => {
@@ -240,6 +245,14 @@ impl RedisStore {
     ) -> Result<Option<ClaimOutcome<Grant>>, StoreError> {
         let (clock, fence) = (&self.0.clock, self.0.clock.fence(now));
         let Some(call) = claim::plain(&self.name(key), claim, fence) else { return Ok(None) };
+        if self.0.wait.is_some() && self.0.replicas.are_away(now) {
+            let seen = in_time(until, self.look_plainly(&claim::look(&self.name(key)))).await?;
+            if !seen.is_new() {
+                // What may be ours is for the script to say, which waits.
+                let seen = seen.judge(claim, fence, clock);
+                return Ok(seen.filter(|outcome| !matches!(outcome, ClaimOutcome::Acquired(_))));
+            }
+        }
         let refusal = match self.look_plainly(&call.waiting(self.0.wait)).await {
             Ok(seen) => return Ok(seen.judge(claim, fence, clock)),
             Err(error) if claim::writes_are_refused(&error) => error,
