@@ -42,6 +42,13 @@ impl Server {
         }
     }
 
+    /// Waits until one more handler runs. The clock goes on when nothing else does, so a test whose handler never runs
+    /// ends soon.
+    async fn starts(&self) {
+        let started = tokio::time::timeout(Duration::from_secs(60), self.started.acquire());
+        started.await.expect("a handler runs").unwrap().forget();
+    }
+
     /// Status and body of the answer.
     async fn pay(self, body: &'static str) -> (u16, String) {
         let Self { layer, runs, started, gate, .. } = self;
@@ -92,7 +99,7 @@ fn claim(body: &'static str) -> (StorageKey, Claim) {
 async fn who_waits_for_a_twin_in_its_process_asks_the_store_nothing_and_gets_the_twins_answer() {
     let server = Server::new();
     let first = tokio::spawn(server.clone().pay("order"));
-    server.started.acquire().await.unwrap().forget();
+    server.starts().await;
     let waiters: Vec<_> = (0..50).map(|_| tokio::spawn(server.clone().pay("order"))).collect();
     // All tasks have come to rest when the paused clock moves.
     tokio::time::sleep(Duration::from_millis(100)).await;
@@ -115,7 +122,7 @@ async fn retries_that_arrive_while_the_key_is_claimed_wait_for_what_comes_of_it(
     gate.reached_by(1).await;
     tokio::time::sleep(Duration::from_millis(100)).await;
     gate.open();
-    server.started.acquire().await.unwrap().forget();
+    server.starts().await;
     // Longer than they would wait for a claim.
     tokio::time::sleep(Duration::from_secs(1)).await;
     server.gate.add_permits(1);
@@ -151,7 +158,7 @@ async fn runs_that_store_nothing_cost_a_claim_each_however_many_wait() {
     let server = Server::new();
     let all: Vec<_> = (0..30).map(|_| tokio::spawn(server.clone().pay("nothing"))).collect();
     for _ in 0..30 {
-        server.started.acquire().await.unwrap().forget();
+        server.starts().await;
         // Everybody else has come to rest.
         tokio::time::sleep(Duration::from_millis(10)).await;
         server.gate.add_permits(1);
@@ -215,6 +222,7 @@ async fn where_several_recipes_are_understood_each_retry_is_judged_by_itself() {
 #[tokio::test(start_paused = true)]
 async fn a_claim_that_takes_long_holds_up_nobody_else_for_long() {
     let server = Server::new();
+    server.gate.add_permits(2);
     let gate = Gate::new();
     server.store.inject(Verb::Claim, Fault::HoldReply(gate.clone()));
     let first = tokio::spawn(server.clone().pay("order"));
@@ -224,7 +232,6 @@ async fn a_claim_that_takes_long_holds_up_nobody_else_for_long() {
     assert_eq!(server.clone().pay("order").await.0, 503);
     assert_eq!(began.elapsed(), Duration::from_millis(250));
     gate.open();
-    server.gate.add_permits(1);
     assert_eq!(first.await.unwrap().0, 200);
 }
 
@@ -237,17 +244,20 @@ async fn after_a_claim_that_failed_each_retry_asks_for_itself() {
     let others: Vec<_> = (0..5).map(|_| tokio::spawn(server.clone().pay("order"))).collect();
     server.gate.add_permits(1);
     assert_eq!(first.await.unwrap().0, 503);
+    let failed = tokio::time::Instant::now();
     for other in others {
         assert_eq!(other.await.unwrap(), (200, "order".to_owned()));
     }
     assert_eq!(server.runs.load(Ordering::SeqCst), 1);
+    assert_eq!(server.store.calls(Verb::Claim), 2 + 5);
+    assert_eq!(failed.elapsed(), Duration::ZERO, "at once, and not when somebody has polled");
 }
 
 #[tokio::test(start_paused = true)]
 async fn whoever_waits_in_vain_is_told_by_the_store_what_is_left_of_the_lease() {
     let server = Server::new();
     let first = tokio::spawn(server.clone().pay("order"));
-    server.started.acquire().await.unwrap().forget();
+    server.starts().await;
     let (status, body) = server.clone().pay("order").await;
     assert_eq!(status, 409, "{body}");
     assert_eq!(server.store.calls(Verb::Claim), 2);
@@ -259,7 +269,7 @@ async fn whoever_waits_in_vain_is_told_by_the_store_what_is_left_of_the_lease() 
 async fn another_request_under_the_key_of_a_run_is_refused_at_once() {
     let server = Server::new();
     let first = tokio::spawn(server.clone().pay("order"));
-    server.started.acquire().await.unwrap().forget();
+    server.starts().await;
     let began = tokio::time::Instant::now();
     let (status, body) = server.clone().pay("another order").await;
     assert_eq!((status, began.elapsed()), (422, Duration::ZERO), "{body}");
@@ -272,7 +282,7 @@ async fn another_request_under_the_key_of_a_run_is_refused_at_once() {
 async fn a_twin_of_a_run_that_has_lost_its_lease_asks_the_store() {
     let server = Server::new();
     let first = tokio::spawn(server.clone().pay("order"));
-    server.started.acquire().await.unwrap().forget();
+    server.starts().await;
     server.store.inject_always(Verb::Renew, Fault::LoseRequest);
     // The lease of 30 seconds is over, and was not renewed.
     tokio::time::sleep(Duration::from_secs(40)).await;
@@ -291,7 +301,7 @@ async fn a_twin_of_a_run_that_has_lost_its_lease_asks_the_store() {
 async fn a_twin_that_stored_nothing_leaves_the_key_to_one_of_those_who_waited() {
     let server = Server::new();
     let first = tokio::spawn(server.clone().pay("nothing"));
-    server.started.acquire().await.unwrap().forget();
+    server.starts().await;
     let waiters: Vec<_> = (0..5).map(|_| tokio::spawn(server.clone().pay("nothing"))).collect();
     tokio::time::sleep(Duration::from_millis(100)).await;
     server.gate.add_permits(6);
@@ -321,7 +331,7 @@ async fn a_waiter_never_gets_the_answer_to_another_request_under_its_key() {
     let release = Release { terms: elsewhere.terms, verdict: Verdict::NoEffect };
     server.store.inner().release(&lease, &release).await.unwrap();
     let other = tokio::spawn(server.clone().pay("order B"));
-    server.started.acquire().await.unwrap().forget();
+    server.starts().await;
     gate.open();
     // The waiter sits down beside the run of the other one.
     tokio::time::sleep(Duration::from_millis(100)).await;
