@@ -366,7 +366,7 @@ fn refusals_to_write(server: &RedisServer) -> u64 {
     count.map_or(0, |count| count.trim().parse().unwrap())
 }
 
-/// Nobody closes the connections to it, and it answers: so they have to be left.
+/// Most connections to it stay open, and it answers on them: so they have to be left.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn c21_a_primary_that_is_demoted_under_load_is_left_for_the_promoted_one() {
     let group = Replicated::start().await;
@@ -384,6 +384,41 @@ async fn c21_a_primary_that_is_demoted_under_load_is_left_for_the_promoted_one()
     }
     crowd.go_on(60).await;
     crowd.finish().await;
+    pair.check_at(&group.replica.url(), Promise::AtMostOnce).await;
+}
+
+/// Redis itself closes those connections on which somebody waits for replicas. Here none does: each server has one, at rest.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn c21_a_primary_that_is_demoted_while_nothing_is_asked_is_left_by_the_next_requests() {
+    let group = Replicated::start().await;
+    let pair = group.pair("?wait=1", &["--wait", "0"]);
+    assert_eq!(pair.ask_one("one", "tok_visa").await.status, 201);
+    assert_eq!(pair.ask_two("two", "tok_visa").await.status, 201);
+    group.in_step();
+    group.promote();
+    let new = group.replica.port().to_string();
+    assert_eq!(group.primary.cli(&["replicaof", "127.0.0.1", &new]), "OK");
+    group.replica.wait_for_replicas(1);
+    for address in &group.addresses {
+        address.lead_to(group.replica.port());
+    }
+    for (server, key) in [(&pair.one, "new-one"), (&pair.two, "new-two")] {
+        let end = Instant::now() + ms(20_000);
+        loop {
+            let asked = pair.history.ask(server.address, key, "tok_visa", USUAL).await;
+            let answer = asked.unwrap();
+            if answer.status == 201 {
+                break;
+            }
+            is_refused(&answer);
+            assert!(Instant::now() < end, "{key}: it stays where nobody may write");
+            sleep(50).await;
+        }
+    }
+    assert!(refusals_to_write(&group.primary) > 0, "the fault was never hit");
+    assert!(pair.ask_two("one", "tok_visa").await.is_replay());
+    assert!(pair.ask_one("two", "tok_visa").await.is_replay());
+    assert_eq!(pair.two.charges().await, 4);
     pair.check_at(&group.replica.url(), Promise::AtMostOnce).await;
 }
 
