@@ -338,6 +338,7 @@ async fn a7_five_thousand_requests_on_one_slow_key_are_capped_and_charge_once() 
         .map(|_| {
             let (address, history) = (site.two.address, site.history.clone());
             let (left, refused) = (Arc::clone(&left), Arc::clone(&refused));
+            let not_asked = Arc::clone(&left);
             let another = move || {
                 let one_less = |left: usize| left.checked_sub(1);
                 left.fetch_update(Ordering::SeqCst, Ordering::SeqCst, one_less).is_ok()
@@ -351,6 +352,10 @@ async fn a7_five_thousand_requests_on_one_slow_key_are_capped_and_charge_once() 
                     if answer.status == 201 {
                         assert!(answer.is_replay());
                         replays += 1;
+                    } else if answer.status == 503 {
+                        // A machine so busy that Redis did not answer in time: it comes again.
+                        is(&answer, 503, "idempotency_store_unavailable");
+                        not_asked.fetch_add(1, Ordering::SeqCst);
                     } else {
                         is(&answer, 409, "idempotency_too_many_waiting");
                         assert!(answer.header("retry-after").is_some());
@@ -362,7 +367,8 @@ async fn a7_five_thousand_requests_on_one_slow_key_are_capped_and_charge_once() 
         })
         .collect();
     // While it stands still nobody is woken: who is refused has waited for nothing.
-    let end = Instant::now() + ms(45_000);
+    // (The clients of these tests give up after half a minute.)
+    let end = Instant::now() + ms(20_000);
     while refused.load(Ordering::SeqCst) < 5_000 - SEATS && Instant::now() < end {
         sleep(5).await;
     }
