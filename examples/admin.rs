@@ -7,7 +7,8 @@
 //! curl -s 127.0.0.1:8080/operators/records -H 'Authorization: Bearer ana-secret'
 //! curl -s 127.0.0.1:8080/operators/records/REFERENCE/settle -H 'Authorization: Bearer ana-secret' \
 //!      -H 'Content-Type: application/json' -d '{"version": "VERSION", "why": "T-1: paid, says the bank",
-//!      "outcome": "done", "response": {"status": 201, "body": "paid\n"}}'
+//!      "outcome": "done", "response": {"status": 201,
+//!      "headers": [["content-type", "text/plain"]], "body": "paid\n"}}'
 //! curl -i 127.0.0.1:8080/payments -H 'Idempotency-Key: k1' -d ''
 //! ```
 

@@ -307,6 +307,22 @@ impl fmt::Debug for StorageKey {
 
 /// What downstream keys of one operation are made from: scope and key, and nothing that differs
 /// between two runs of the handler.
+///
+/// Whoever has both can make the key by which a provider is asked what became of the operation, without the handler
+/// and without a store.
+///
+/// # Example
+/// ```
+/// use tower_idempotency::{DownstreamSeed, IdempotencyKey, Identity};
+///
+/// # fn main() -> Result<(), tower_idempotency::KeyError> {
+/// let (account, key) = (Identity::from("acme"), IdempotencyKey::new("order-17")?);
+/// // What `Execution::downstream_key("charge")` gives to the handler of this request, in every run.
+/// let charge = DownstreamSeed::new(&account, &key).key_for("charge");
+/// assert_eq!(charge, "904781c1-cfaa-852b-b6c8-6dfcd9ec5dc6");
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Clone, Copy)]
 pub struct DownstreamSeed([u8; 32]);
 
@@ -317,7 +333,8 @@ impl DownstreamSeed {
         Self(hash_parts(b"tower-idempotency downstream seed 1", identity, key))
     }
 
-    /// The key to hand to a provider for the effect called `effect`, in the form of a UUID
+    /// The key to hand to a provider for the effect called `effect`, as
+    /// [`Execution::downstream_key`](crate::Execution::downstream_key) gives it, in the form of a UUID
     /// (version 8, RFC 9562 section 5.8), which is what most providers accept.
     #[must_use]
     pub fn key_for(&self, effect: &str) -> String {

@@ -22,6 +22,9 @@ use support::postgres::PostgresServer;
 use support::redis::RedisServer;
 use tower_idempotency::record::{Claim, ClaimOutcome, Effects, Millis, OnExpired, Record, State};
 use tower_idempotency::store::redis::redis;
+use tower_idempotency::store::sql::sqlx;
+use tower_idempotency::store::sql::sqlx::ConnectOptions as _;
+use tower_idempotency::store::sql::sqlx::sqlite::SqliteConnectOptions;
 use tower_idempotency::store::{Protected, ProtectionKeyId, ProtectionKeys};
 use tower_idempotency::{
     Attempt, Fence, Fingerprints, HeaderRules, HolderId, PostgresLeaseStore, RedisStore,
@@ -127,6 +130,65 @@ async fn what_is_settled_as_not_applied_runs_at_the_next_retry() {
     assert!(paid.status == 201 && !paid.is_replay(), "{paid:?}");
     assert_eq!(paid.json()["attempt"], 2);
     assert_eq!(sandbox.charges().await, 1);
+}
+
+/// The key of a charge in the ledger of the sandbox's processor, which is another system than the store.
+async fn key_in_the_ledger(sandbox: &Sandbox, account: &str) -> String {
+    let options = SqliteConnectOptions::new().filename(&sandbox.ledger).read_only(true);
+    let mut ledger = options.connect().await.unwrap();
+    let text = "SELECT provider_key FROM ledger WHERE action = 'charge' AND account = $1";
+    let keys: Vec<String> =
+        sqlx::query_scalar(text).bind(account).fetch_all(&mut ledger).await.unwrap();
+    assert_eq!(keys.len(), 1, "one charge of {account}");
+    keys[0].clone()
+}
+
+#[tokio::test]
+async fn the_provider_is_asked_by_the_key_that_its_ledger_has() {
+    let redis = RedisServer::start();
+    let sandbox = crash(&redis.url(), "order-20", "tok_crash_after").await;
+    let connected = Call::pay("order-20", "tok_visa").header("stripe-account", "acct_1");
+    assert_eq!(sandbox.send(connected).await.status, 201);
+    let charged = key_in_the_ledger(&sandbox, "acme").await;
+    let cli = Cli::new(redis.url());
+    let show = ["show", "order-20", "--account", "acme", "--downstream", "charge"];
+    let shown = cli.run(&show).ok();
+    assert!(shown.out.contains("unknown, lease over"), "{shown:?}");
+    let line = format!("downstream charge  {charged}\n");
+    assert!(shown.out.contains(&line), "no {line:?} in {shown:?}");
+    let both = cli.run(&[&show[..], &["--downstream", "refund", "--json"]].concat()).ok().json();
+    assert_eq!(both["downstream_keys"]["charge"], *charged);
+    assert_eq!(both["downstream_keys"].as_object().unwrap().len(), 2, "{both}");
+    assert_ne!(both["downstream_keys"]["refund"], *charged);
+    let unasked = cli.run(&["show", "order-20", "--account", "acme", "--json"]).ok().json();
+    assert_eq!(unasked.get("downstream_keys"), None);
+    // A scope of two parts, and a key that does not stand on the command line.
+    let other = key_in_the_ledger(&sandbox, "acme/acct_1").await;
+    let parts = ["show", "--key-file", "-", "--account", "acme", "--account", "acct_1"];
+    let parts = [&parts[..], &["--downstream", "charge"]].concat();
+    let shown = cli.run_with(&parts, "order-20\n").ok();
+    assert!(other != charged && shown.out.contains(&other), "no {other} in {shown:?}");
+
+    // A record is not what it is made from, nor is a store.
+    let forget = ["forget", "order-20", "--account", "acme", "--why", "T-20", "--yes"];
+    cli.run(&forget).ok();
+    for (cli, code) in [(&cli, 3), (&Cli::new("redis://127.0.0.1:1"), 1)] {
+        let missed = cli.run(&show).failed(code);
+        assert_eq!(missed.out, line);
+        assert!(missed.errors.contains("no record confirms"), "{missed:?}");
+        let missed = cli.run(&[&show[..], &["--json"]].concat()).failed(code);
+        assert_eq!(missed.json()["downstream_keys"]["charge"], *charged);
+        let error: Value = serde_json::from_str(&missed.errors).unwrap();
+        assert!(error["error"]["message"].is_string(), "{error}");
+    }
+    // What does not tell the client's key and its scope is not enough.
+    let (reference, storage_key) = (key("order-20").log_id(), key("order-20").to_text());
+    for which in [["--reference", &reference], ["--storage-key", &storage_key]] {
+        let refused = cli.run(&[&["show", "--downstream", "charge"], &which[..]].concat());
+        let refused = refused.failed(2);
+        assert!(refused.errors.contains("--account") && refused.out.is_empty(), "{refused:?}");
+    }
+    cli.run(&["show", "order-20", "--account", "acme", "--downstream", ""]).failed(2);
 }
 
 #[tokio::test]
@@ -330,7 +392,6 @@ async fn an_sqlite_file_is_looked_after_as_well() {
 
 #[tokio::test]
 async fn a_database_of_an_earlier_release_is_read_and_not_changed() {
-    use tower_idempotency::store::sql::sqlx;
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("test.db");
     let store = SqliteLeaseStore::open(&file).await.unwrap();

@@ -138,7 +138,11 @@ async fn refused_unless_sealed(store: Arc<dyn Store>, cli: &Cli, folder: &Path) 
     change(cli, &DONE, "sealed again", &["--no-seal-check"]).ok();
     // Which was a mistake, and can be put right.
     let right = ["--protection-key", &right];
-    change(cli, &DONE, "sealed again", &right).failed(4);
+    let refused = change(cli, &DONE, "sealed again", &right).failed(4);
+    assert!(
+        refused.errors.contains("completed, with an answer that cannot be read"),
+        "{refused:?}"
+    );
     change(cli, &DONE, "sealed again", &[&right[..], &["--replace-unreadable"]].concat()).ok();
     assert_eq!(replay(&service, "sealed again").await.status(), 201);
     change(cli, &DONE, "sealed again", &[&right[..], &["--replace-unreadable"]].concat()).failed(4);

@@ -182,6 +182,73 @@ async fn an_answer_that_may_not_be_stored_is_told_once() {
     assert!(refused.errors.trim_end().ends_with("nothing was changed"), "{refused:?}");
 }
 
+#[tokio::test]
+async fn what_is_not_unknown_any_more_is_told_with_where_it_stands() {
+    let server = RedisServer::start();
+    let store = unchecked(&server.url()).await;
+    let cli = Cli::new(server.url());
+    let settle = |how: &[&str], name: &str| {
+        cli.run(&[&["settle"], how, &[name, "--account", "acme", "--why", "T-1", "--yes"]].concat())
+    };
+    let (done, not_applied) = (&["done", "--status", "201"][..], &["not-applied"][..]);
+    let refused = |name: &str, stands: &str| {
+        for how in [done, not_applied] {
+            let refused = settle(how, name).failed(4);
+            assert!(refused.errors.contains(stands), "no {stands:?} in {refused:?}");
+            assert!(refused.errors.trim_end().ends_with("nothing was changed"), "{refused:?}");
+        }
+    };
+    unknown(&store, "done").await;
+    settle(done, "done").ok();
+    refused("done", "not unknown: it is completed with 201");
+    unknown(&store, "not").await;
+    settle(not_applied, "not").ok();
+    refused("not", "not unknown: it is free (not applied)");
+    refused("not", "the next retry runs the operation as attempt 2");
+    let retry = claimed(&store, "not").await;
+    assert_eq!(retry.grant().attempt.number(), 2);
+    refused("not", "running as attempt 2, and its lease holds");
+}
+
+#[tokio::test]
+async fn a_body_without_its_content_type_is_warned_of_before_anybody_is_asked() {
+    let server = RedisServer::start();
+    let store = unchecked(&server.url()).await;
+    let cli = Cli::new(server.url());
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("answer.txt");
+    std::fs::write(&file, "paid").unwrap();
+    let file = file.to_str().unwrap();
+    let settle = ["settle", "done", "--status", "201", "--account", "acme", "--why", "T-1"];
+    let settled = |name: &str, more: &[&str]| {
+        let ran = cli.run(&[&settle[..], &[name, "--yes", "--json"], more].concat()).ok();
+        assert!(ran.json()["change"].is_string(), "{ran:?}");
+        let show = ["show", name, "--account", "acme", "--contents", "--json"];
+        let shown = cli.run(&show).ok().json();
+        let headers = shown["response"]["headers"].as_array().unwrap().clone();
+        let mut headers = headers.iter().filter(|header| header[0] == "content-type");
+        let media_type = headers.next().map(|header| header[1].as_str().unwrap().to_owned());
+        (ran.errors.contains("warning: there is no content-type"), media_type)
+    };
+    let header = ["--header", "Content-Type: text/plain", "--body", "paid"];
+    for (name, more, warned, media_type) in [
+        ("text", &["--body", "paid"][..], true, None),
+        ("file", &["--body-file", file], true, None),
+        ("typed", &header, false, Some("text/plain")),
+        ("json", &["--body", r#"{"id":"pay_9"}"#], false, Some("application/json")),
+        ("empty", &["--body", ""], false, None),
+        ("none", &[], false, None),
+    ] {
+        unknown(&store, name).await;
+        assert_eq!(settled(name, more), (warned, media_type.map(str::to_owned)), "{name}");
+    }
+    unknown(&store, "asked").await;
+    let asked = [&settle[..], &["asked", "--body", "paid"]].concat();
+    let (code, seen) = cli.on_terminal(&asked, "n\n", &[]);
+    let (warning, question) = (seen.find("--header 'content-type: TYPE'"), seen.find("Go on?"));
+    assert!(code == 1 && warning.is_some() && warning < question, "{code} {seen}");
+}
+
 #[test]
 fn a_blank_around_an_address_is_told_with_the_address_in_quotes() {
     for (address, shown) in [

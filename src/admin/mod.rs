@@ -23,6 +23,9 @@
 //! # }
 //! ```
 //!
+//! Before it settles anything, whoever asks the provider needs the key that the handler gave to it. No record holds that
+//! key, and none is needed for it: [`DownstreamSeed`](crate::DownstreamSeed) makes it from the client's key and its scope.
+//!
 //! # What is promised
 //! * **A change is made to what was seen, or not at all.** It names the [`Version`] that was shown; a record that
 //!   moved on meanwhile is left alone ([`OperatorError::Changed`]). A handler that runs is never touched.
@@ -36,6 +39,7 @@
 mod answer;
 mod auditor;
 mod by;
+mod known;
 mod operator;
 #[cfg(feature = "axum")]
 mod router;
@@ -46,6 +50,7 @@ mod view;
 pub use answer::{AnswerError, LONGEST_BODY};
 pub use auditor::{Auditor, AuditorTask};
 pub use by::{By, ByError, Who, Why, misleads};
+pub use known::Known;
 pub use operator::{
     AUDIT_TARGET, ChangeId, Made, Operator, OperatorError, Settlement, Shown, Version, VersionError,
 };

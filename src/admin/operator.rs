@@ -9,6 +9,7 @@ use sha2::{Digest as _, Sha256};
 
 use super::answer::{self, AnswerError};
 use super::by::By;
+use super::known::Known;
 use super::surely::{NotDone, surely};
 use super::time::rfc3339;
 use crate::config::{RETENTION, RETENTION_MAX};
@@ -21,7 +22,7 @@ use crate::response::{CodecError, StoredResponse};
 use crate::scope::StorageKey;
 
 use crate::store::{Contents, Inspect, Listing, LogId, NoPage, Sealing, Sight, TrailEntry, Wanted};
-use crate::token::HolderId;
+use crate::token::{Attempt, HolderId};
 
 /// The target of the events that every change leaves: one when it begins, one when it has ended.
 pub const AUDIT_TARGET: &str = "tower_idempotency::audit";
@@ -227,14 +228,19 @@ pub enum OperatorError {
     #[error("{0} records have this reference: name the storage key")]
     Ambiguous(usize),
     /// A handler runs. Nothing was changed.
-    #[error("the operation is running, and its lease holds for another {0:?}; nothing was changed")]
-    InFlight(Duration),
+    #[error("the operation is running{}, and its lease holds for another {remaining:?}; nothing was changed", as_attempt(*attempt))]
+    InFlight {
+        /// What is left of its lease.
+        remaining: Duration,
+        /// Which attempt it is; none where the key was claimed while the change was being made.
+        attempt: Option<Attempt>,
+    },
     /// The record is not the one that was seen any more. Nothing was changed.
     #[error("the record changed since it was looked at; nothing was changed")]
     Changed,
     /// Its outcome is known already. Nothing was changed.
-    #[error("the outcome of this key is not unknown; nothing was changed")]
-    NotUnknown,
+    #[error("the outcome of this key is not unknown: it is {0}; nothing was changed")]
+    NotUnknown(Known),
     /// It cannot be read, and nobody said that this is meant. Nothing was changed.
     #[error("this release cannot read the record; nothing was changed")]
     Unreadable,
@@ -262,6 +268,10 @@ pub enum OperatorError {
     Store(#[source] StoreError),
 }
 
+fn as_attempt(attempt: Option<Attempt>) -> String {
+    attempt.map_or(String::new(), |attempt| format!(" as attempt {}", attempt.number()))
+}
+
 impl OperatorError {
     /// In one word, for the trail, the log and scripts.
     #[must_use]
@@ -269,9 +279,9 @@ impl OperatorError {
         match self {
             Self::NotFound => "not_found",
             Self::Ambiguous(_) => "ambiguous",
-            Self::InFlight(_) => "in_flight",
+            Self::InFlight { .. } => "in_flight",
             Self::Changed => "changed",
-            Self::NotUnknown => "not_unknown",
+            Self::NotUnknown(_) => "not_unknown",
             Self::Unreadable => "unreadable",
             Self::NoPage => "no_page",
             Self::Answer(_) => "answer_refused",
@@ -510,13 +520,14 @@ impl Operator {
             return Err(OperatorError::Changed);
         }
         if runs {
-            return Err(OperatorError::InFlight(sighting.at.since(now)));
+            let (remaining, attempt) = (sighting.at.since(now), Some(sighting.attempt));
+            return Err(OperatorError::InFlight { remaining, attempt });
         }
         let done = matches!(change.kind, Kind::Settle(Settlement::Done(_)));
         let replaced =
             done && self.replaces == Replaces::Unreadable && shown.is_answered_unreadably();
-        if matches!(change.kind, Kind::Settle(_)) && !sighting.can_be_settled(now) && !replaced {
-            return Err(OperatorError::NotUnknown);
+        if let (Kind::Settle(_), false, Some(known)) = (&change.kind, replaced, Known::of(shown)) {
+            return Err(OperatorError::NotUnknown(known));
         }
         if done && self.seals == Seals::Compared && !self.fits(shown.key, record, replaced) {
             return Err(OperatorError::Sealed);
@@ -578,7 +589,9 @@ impl Operator {
             // An earlier sending did it, and its reply was lost.
             ForgetOutcome::Absent if again => Ok(()),
             ForgetOutcome::Absent | ForgetOutcome::Changed => Err(OperatorError::Changed),
-            ForgetOutcome::InFlight { remaining } => Err(OperatorError::InFlight(remaining)),
+            ForgetOutcome::InFlight { remaining } => {
+                Err(OperatorError::InFlight { remaining, attempt: None })
+            }
             ForgetOutcome::Unreadable => Err(OperatorError::Unreadable),
         }
     }

@@ -21,7 +21,7 @@ use super::operator::{Operator, OperatorError, Settlement, Version};
 use super::view::{Detail, ListingView, MadeView, RecordView, TrailView};
 use crate::key::{IdempotencyKey, KeySyntax};
 use crate::response::{HeaderRules, StoredResponse};
-use crate::scope::{Identity, StorageKey};
+use crate::scope::{DownstreamSeed, Identity, StorageKey};
 use crate::store::{LogId, Page, Survey, Wanted};
 
 /// What is listed in one page unless the request says how much.
@@ -34,10 +34,10 @@ const LONGEST_PAGE: u32 = 500;
 ///
 /// | | |
 /// |---|---|
-/// | `POST /lookup` | `{"account": ["acme"], "key": "…"}`, or `"global": true`; with a scope [per endpoint](crate::Scope::per_endpoint) also `"endpoint": ["POST", "/v1/x"]`. A POST, since keys do not belong into access logs |
+/// | `POST /lookup` | `{"account": ["acme"], "key": "…"}`, or `"global": true`; with a scope [per endpoint](crate::Scope::per_endpoint) also `"endpoint": ["POST", "/v1/x"]`. With `"downstream": ["charge"]` also `downstream_keys`, what the handler gives to its provider for these effects ([`DownstreamSeed`]). A POST, since keys do not belong into access logs |
 /// | `GET /records/{which}` | a record, by its storage key or by the reference of an *outcome unknown* answer; `?contents=true` with headers and body |
 /// | `GET /records` | what nobody has settled: `?list=unknown` (default) or `?list=in_flight&older_than_seconds=300`; `limit`, `page` |
-/// | `POST /records/{which}/settle` | `{"version": "…", "why": "…", "outcome": "not_applied"}`, or `"outcome": "done", "response": {"status": 201, "headers": [["location", "/p/1"]], "body": "…"}` (or `body_base64`) |
+/// | `POST /records/{which}/settle` | `{"version": "…", "why": "…", "outcome": "not_applied"}`, or `"outcome": "done", "response": {"status": 201, "headers": [["content-type", "application/json"], ["location", "/p/1"]], "body": "…"}` (or `body_base64`). Replays have these headers and no other: a body without its `content-type` has none |
 /// | `POST /records/{which}/forget` | `{"version": "…", "why": "…"}`; the version `unreadable` for what cannot be read |
 /// | `GET /trail` | the latest changes; `limit` |
 ///
@@ -114,9 +114,9 @@ impl From<OperatorError> for Problem {
             OperatorError::Answer(_) | OperatorError::NoPage => StatusCode::BAD_REQUEST,
             OperatorError::Sealed
             | OperatorError::Ambiguous(_)
-            | OperatorError::InFlight(_)
+            | OperatorError::InFlight { .. }
             | OperatorError::Changed
-            | OperatorError::NotUnknown
+            | OperatorError::NotUnknown(_)
             | OperatorError::Unreadable => StatusCode::CONFLICT,
             OperatorError::NoTrail(source)
             | OperatorError::Unconfirmed(source)
@@ -185,6 +185,8 @@ struct Lookup {
     key: String,
     #[serde(default)]
     contents: bool,
+    #[serde(default)]
+    downstream: Vec<String>,
 }
 
 async fn lookup(
@@ -192,9 +194,13 @@ async fn lookup(
     headers: HeaderMap,
     body: Result<Bytes, BytesRejection>,
 ) -> Answer<RecordView> {
-    let Lookup { account, global, endpoint, key, contents } = read(&headers, body)?;
+    let Lookup { account, global, endpoint, key, contents, downstream } = read(&headers, body)?;
     if account.is_empty() != global {
         return Err(Problem::malformed("give either `account` or `\"global\": true`"));
+    }
+    // A variable that was not set: its key would be one that no provider knows.
+    if downstream.iter().any(String::is_empty) {
+        return Err(Problem::malformed("`downstream` has an effect without a name"));
     }
     let key = IdempotencyKey::parse(key.as_bytes(), KeySyntax::BareOrQuoted)
         .or_else(|_| IdempotencyKey::new(&key))
@@ -202,7 +208,11 @@ async fn lookup(
     let endpoint = endpoint.into_iter().flat_map(|(method, path)| [method, path]);
     let identity = Identity::of_parts(account.into_iter().chain(endpoint));
     let shown = operator.show(StorageKey::new(&identity, &key)).await?;
-    Ok(Json(RecordView::of(&shown, detail(contents))))
+    let mut view = RecordView::of(&shown, detail(contents));
+    let seed = DownstreamSeed::new(&identity, &key);
+    view.downstream_keys =
+        downstream.iter().map(|effect| (effect.clone(), seed.key_for(effect))).collect();
+    Ok(Json(view))
 }
 
 fn detail(contents: bool) -> Detail {

@@ -1,5 +1,6 @@
 //! What is shown of a record, as the router and the program write it in JSON.
 
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use base64::Engine as _;
@@ -86,6 +87,10 @@ pub struct RecordView {
     /// The stored response, if it was asked for.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub response: Option<ResponseView>,
+    /// What the handler gives to its providers, by the names of the effects: empty until somebody who has the client's key
+    /// puts them there, as [`DownstreamSeed`](crate::DownstreamSeed) makes them.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    pub downstream_keys: BTreeMap<String, String>,
 }
 
 /// A stored response.
@@ -180,6 +185,7 @@ impl RecordView {
             checkpoint_bytes: None,
             sealed: false,
             response: None,
+            downstream_keys: BTreeMap::new(),
         }
     }
 
@@ -202,6 +208,7 @@ impl RecordView {
             checkpoint_bytes: None,
             sealed: false,
             response: None,
+            downstream_keys: BTreeMap::new(),
         }
     }
 }

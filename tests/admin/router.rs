@@ -10,8 +10,8 @@ use http::{Method, StatusCode};
 use http_body_util::BodyExt as _;
 use serde_json::{Value, json};
 use tower::ServiceExt as _;
-use tower_idempotency::MemoryStore;
 use tower_idempotency::admin::{Operator, Who, router};
+use tower_idempotency::{DownstreamSeed, IdempotencyKey, MemoryStore};
 
 use super::{claimed, example, key, unknown};
 
@@ -109,6 +109,15 @@ async fn the_router_looks_up_lists_settles_forgets_and_tells_the_trail() {
         (&json!("indeterminate"), &json!(true))
     );
 
+    assert_eq!(found.get("downstream_keys"), None, "nobody asked for them");
+    let asked = json!({"account": ["acme"], "key": "order-17", "downstream": ["refund", "charge"]});
+    let asked = desk.post("/lookup", asked).await.ok();
+    let seed = DownstreamSeed::new(&"acme".into(), &IdempotencyKey::new("order-17").unwrap());
+    let keys = json!({"charge": seed.key_for("charge"), "refund": seed.key_for("refund")});
+    assert_eq!(asked["downstream_keys"], keys);
+    let nameless = json!({"account": ["acme"], "key": "order-17", "downstream": [""]});
+    desk.post("/lookup", nameless).await.refused(400, "malformed");
+
     let settle = format!("/records/{reference}/settle");
     let body = json!({
         "version": found["version"], "why": "T-17", "outcome": "done",
@@ -121,6 +130,11 @@ async fn the_router_looks_up_lists_settles_forgets_and_tells_the_trail() {
     let path = format!("/records/{}", key.to_text());
     let facts = desk.get(&path).await.ok();
     assert_eq!((&facts["state"], &facts["status"]), (&json!("completed"), &json!(201)));
+    let again = json!({"version": facts["version"], "why": "T-17", "outcome": "not_applied"});
+    let again = desk.post(&settle, again).await;
+    let told = again.body["detail"].as_str().unwrap().to_owned();
+    assert!(told.contains("it is completed with 201; nothing was changed"), "{told}");
+    again.refused(409, "not_unknown");
     assert_eq!(facts.get("response"), None, "bodies are shown to who asks for them");
     let contents = desk.get(&format!("{path}?contents=true")).await.ok();
     assert_eq!(contents["response"]["body"], "{\"id\": 1}");
@@ -242,7 +256,7 @@ async fn the_example_settles_what_its_payment_does_not_know() {
     let path = format!("/operators/records/{}/settle", record["reference"].as_str().unwrap());
     let body = json!({
         "version": record["version"], "why": "T-1: paid, says the bank", "outcome": "done",
-        "response": {"status": 201, "body": "paid\n"},
+        "response": {"status": 201, "headers": [["content-type", "text/plain"]], "body": "paid\n"},
     });
     send(&app, Method::POST, &path, Some(body), &ana).await.ok();
     let replayed = paid().await;
@@ -250,6 +264,7 @@ async fn the_example_settles_what_its_payment_does_not_know() {
         (replayed.status(), &replayed.headers()["idempotent-replayed"]),
         (StatusCode::CREATED, &"true".parse().unwrap())
     );
+    assert_eq!(replayed.headers()["content-type"], "text/plain");
     let body = replayed.into_body().collect().await.unwrap().to_bytes();
     assert_eq!(body, "paid\n");
 }

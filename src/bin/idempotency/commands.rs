@@ -16,6 +16,7 @@ use tower_idempotency::record::Standing;
 use tower_idempotency::store::{Glance, Inspect, Page, Source, Survey, Wanted};
 use tower_idempotency::{HeaderRules, StorageKey, StoredResponse};
 
+use crate::downstream::Downstream;
 use crate::flags::{Change, Command, Flags, Settle, Which, read_file};
 use crate::output::{Paint, Tone, cell, harmless, print, print_json, table, toned};
 use crate::progress::Progress;
@@ -51,8 +52,8 @@ impl Failure {
             Self::Missing(_) | Self::Operator(OperatorError::NotFound) => 3,
             Self::Operator(
                 OperatorError::Changed
-                | OperatorError::InFlight(_)
-                | OperatorError::NotUnknown
+                | OperatorError::InFlight { .. }
+                | OperatorError::NotUnknown(_)
                 | OperatorError::Unreadable,
             ) => 4,
             Self::Usage(_) | Self::Operator(OperatorError::Answer(_) | OperatorError::NoPage) => 2,
@@ -99,6 +100,7 @@ struct Desk {
     place: String,
     json: bool,
     paint: Paint,
+    downstream: Downstream,
 }
 
 /// Runs what the command line asks for.
@@ -106,13 +108,11 @@ pub async fn run(flags: &Flags) -> Result<(), Failure> {
     if let Some(which) = flags.command.which() {
         which.check().map_err(Failure::Usage)?;
     }
-    let url = match &flags.store {
-        None => return Err(Failure::Usage("--store, or IDEMPOTENCY_STORE, is missing".into())),
-        Some(Err(error)) => return Err(Failure::Usage(format!("--store: {error}"))),
-        Some(Ok(url)) => url,
+    let downstream = Downstream::of(flags)?;
+    let (store, place) = match open(flags).await {
+        Ok(opened) => opened,
+        Err(failure) => return Err(downstream.without_record(failure, flags.json)),
     };
-    let store = url.open(flags).await?;
-    let store = protected(store, flags.command.protection_keys())?;
     let (json, paint) = (flags.json, Paint::of_output());
     let mut operator = Operator::new(Arc::clone(&store));
     if let Some(retention) = flags.command.retention() {
@@ -124,11 +124,7 @@ pub async fn run(flags: &Flags) -> Result<(), Failure> {
     if let Command::Settle(Settle::Done { no_seal_check: true, .. }) = &flags.command {
         operator = operator.without_seal_check();
     }
-    let place = match url.has_prefix() {
-        true => format!("{url}, prefix {:?}", flags.prefix),
-        false => url.to_string(),
-    };
-    let desk = Desk { operator, store, place, json, paint };
+    let desk = Desk { operator, store, place, json, paint, downstream };
     match &flags.command {
         Command::Show { which, contents, .. } => desk.show(which, *contents).await,
         Command::List { in_flight_older_than, limit, page, .. } => {
@@ -145,6 +141,22 @@ pub async fn run(flags: &Flags) -> Result<(), Failure> {
         }
         Command::Trail { limit } => desk.trail(*limit).await,
     }
+}
+
+/// The store, and where it is, as people name it.
+async fn open(flags: &Flags) -> Result<(Arc<dyn Inspect>, String), Failure> {
+    let url = match &flags.store {
+        None => return Err(Failure::Usage("--store, or IDEMPOTENCY_STORE, is missing".into())),
+        Some(Err(error)) => return Err(Failure::Usage(format!("--store: {error}"))),
+        Some(Ok(url)) => url,
+    };
+    let store = url.open(flags).await?;
+    let store = protected(store, flags.command.protection_keys())?;
+    let place = match url.has_prefix() {
+        true => format!("{url}, prefix {:?}", flags.prefix),
+        false => url.to_string(),
+    };
+    Ok((store, place))
 }
 
 impl Desk {
@@ -227,13 +239,19 @@ impl Desk {
     }
 
     async fn show(&self, which: &Which, contents: bool) -> Result<(), Failure> {
-        let shown = self.look(self.key(which).await?, which).await?;
+        let shown = match self.look(self.key(which).await?, which).await {
+            Ok(shown) => shown,
+            Err(failure) => return Err(self.downstream.without_record(failure, self.json)),
+        };
         let detail = if contents { Detail::Contents } else { Detail::Facts };
-        let view = RecordView::of(&shown, detail);
+        let mut view = RecordView::of(&shown, detail);
         if self.json {
+            view.downstream_keys = self.downstream.by_effect();
             return Ok(print_json(&view)?);
         }
-        print(&table(self.paint, &[], &facts(&shown, &view)))?;
+        let mut rows = facts(&shown, &view);
+        rows.extend(self.downstream.rows());
+        print(&table(self.paint, &[], &rows))?;
         if contents {
             print(&contents_of(&shown)?)?;
         }
@@ -524,12 +542,16 @@ fn answer(
         let value = HeaderValue::try_from(value).map_err(|_| usage("a header's value is none"))?;
         head.headers.append(name, value);
     }
-    let is_json = !head.headers.contains_key(http::header::CONTENT_TYPE)
-        && serde_json::from_slice::<serde::de::IgnoredAny>(&body).is_ok();
-    if is_json {
+    let untyped = !body.is_empty() && !head.headers.contains_key(http::header::CONTENT_TYPE);
+    if untyped && serde_json::from_slice::<serde::de::IgnoredAny>(&body).is_ok() {
         eprintln!("note: the body is JSON, so `content-type: application/json` is stored with it");
         let json = HeaderValue::from_static("application/json");
         head.headers.insert(http::header::CONTENT_TYPE, json);
+    } else if untyped {
+        eprintln!(
+            "warning: there is no content-type for this body, so the client's replay has none: add \
+             --header 'content-type: TYPE', as the handler would have sent it"
+        );
     }
     Ok(StoredResponse::new(&head, body.into(), &HeaderRules::default()))
 }

@@ -5,8 +5,10 @@ use std::ffi::OsString;
 use std::io::{self, Read as _};
 use std::num::NonZeroU32;
 use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
 use std::time::Duration;
 
+use clap::builder::NonEmptyStringValueParser;
 use clap::{Args, Parser, Subcommand};
 use tower_idempotency::admin::Version;
 use tower_idempotency::store::LogId;
@@ -103,6 +105,12 @@ pub enum Command {
         /// Prints headers and body of the stored answer as well.
         #[arg(long)]
         contents: bool,
+        /// Prints the key by which the provider can be asked about this effect as well: the one that the handler gets
+        /// from `downstream_key(EFFECT)`. Again for each further effect. It is made from the client's key and its
+        /// scope, so it is told without a record too. EFFECT is the name in the service's code, letter for letter:
+        /// another name gives another key, which the provider does not know.
+        #[arg(long, value_name = "EFFECT", value_parser = NonEmptyStringValueParser::new())]
+        downstream: Vec<String>,
     },
     /// Lists what nobody has settled, the oldest first.
     ///
@@ -231,6 +239,9 @@ pub struct Which {
     /// The storage key: 32 characters.
     #[arg(long, value_name = "TEXT", value_parser = storage_key)]
     pub storage_key: Option<StorageKey>,
+    /// What the file of the key had in it: it may be standard input, which can be read once.
+    #[arg(skip)]
+    read: OnceLock<IdempotencyKey>,
 }
 
 /// What every change needs.
@@ -291,22 +302,27 @@ impl Which {
         }
     }
 
-    /// The storage key, if it can be told without the store. A key's file may be standard input: it is read once.
-    pub fn storage_key(&self) -> Result<Option<StorageKey>, String> {
-        let read;
-        let key = match (&self.key, &self.key_file) {
-            (Some(key), _) => key,
-            (None, Some(file)) => {
+    /// Whose key it is, and the client's key, if that is how the record is named.
+    pub fn scope_and_key(&self) -> Result<Option<(Identity, &IdempotencyKey)>, String> {
+        let key = match (&self.key, &self.key_file, self.read.get()) {
+            (Some(key), _, _) | (None, Some(_), Some(key)) => key,
+            (None, Some(file), None) => {
                 let text = String::from_utf8(read_file(file, LONGEST_KEY_FILE)?)
                     .map_err(|_| "the file of the key is no text".to_owned())?;
-                read = key(text.trim_end_matches(['\r', '\n']))?;
-                &read
+                let read = key(text.trim_end_matches(['\r', '\n']))?;
+                self.read.get_or_init(|| read)
             }
-            (None, None) => return Ok(self.storage_key),
+            (None, None, _) => return Ok(None),
         };
         let endpoint = self.endpoint.iter().flat_map(|(method, path)| [method, path]);
         let identity = Identity::of_parts(self.account.iter().chain(endpoint).map(String::as_str));
-        Ok(Some(StorageKey::new(&identity, key)))
+        Ok(Some((identity, key)))
+    }
+
+    /// The storage key, if it can be told without the store.
+    pub fn storage_key(&self) -> Result<Option<StorageKey>, String> {
+        let named = self.scope_and_key()?;
+        Ok(named.map_or(self.storage_key, |(identity, key)| Some(StorageKey::new(&identity, key))))
     }
 }
 

@@ -3,6 +3,7 @@
 #![allow(unreachable_pub, reason = "a program has no public items")]
 
 mod commands;
+mod downstream;
 mod flags;
 mod output;
 mod progress;
