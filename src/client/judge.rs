@@ -82,13 +82,12 @@ enum Meaning {
 /// for a key that was reused; the status.
 pub(super) fn judge(head: &response::Parts, body: Option<&Bytes>) -> Judged {
     let said = body.map_or_else(Said::default, |body| Said::read(head, body));
-    let known = said.code.as_deref().and_then(by_code).map(|meaning| match meaning {
-        Meaning::Stop(ClientErrorKind::OutcomeUnknown)
-            if should_retry(&head.headers) == Some(true) =>
-        {
-            Meaning::Again { reason: "outcome_unknown", free: false }
+    let retry_settles = should_retry(&head.headers) == Some(true);
+    let known = said.code.as_deref().and_then(|code| match code {
+        "idempotency_outcome_unknown" if retry_settles => {
+            Some(Meaning::Again { reason: "outcome_unknown", free: false })
         }
-        meaning => meaning,
+        code => by_code(code),
     });
     let meaning = known.unwrap_or_else(|| {
         let again = by_status(head.status);
