@@ -185,6 +185,32 @@ async fn a_group_under_sentinels_and_a_cluster_are_opened_by_their_addresses() {
     pays_once(&Sandbox::start(&["--store", &cluster.url()])).await;
 }
 
+/// As in a restart after a failover: the old primary is not back yet.
+#[tokio::test]
+async fn a_process_that_starts_while_a_replica_is_away_replays_and_pays_when_it_is_back() {
+    let redis = RedisServer::start();
+    let replica = redis.start_replica(redis.port());
+    redis.wait_for_replicas(1);
+    let url = format!("{}?wait=1", redis.url());
+    let first = Sandbox::start(&["--store", &url]);
+    let paid = first.send(Call::pay("done", "tok_visa")).await;
+    assert_eq!(paid.status, 201, "{paid:?}");
+    replica.stop();
+    let second = Sandbox::start_again(first, &["--store", &url]);
+    let ready = second.send(Call::get("/readyz")).await;
+    assert_eq!(ready.status, 503, "{ready:?}");
+    let reason = ready.json()["reason"].as_str().unwrap().to_owned();
+    assert!(reason.contains("0 of the 1 replicas"), "{reason}");
+    let replay = second.send(Call::pay("done", "tok_visa")).await;
+    assert!(replay.is_replay() && replay.body == paid.body, "{replay:?}");
+    let refused = second.send(Call::pay("new", "tok_visa")).await;
+    assert_eq!(refused.code(), "idempotency_store_unavailable", "{refused:?}");
+    replica.cont();
+    let paid = once_it_is_back(&second, || Call::pay("new", "tok_visa")).await;
+    assert_eq!(paid.status, 201, "{paid:?}");
+    assert_eq!(second.charges().await, 2);
+}
+
 #[tokio::test]
 async fn a_tls_server_is_opened_by_its_address() {
     let papers = Papers::new();

@@ -10,7 +10,9 @@ use std::time::Duration;
 
 use tower_idempotency::store::redis::RedisAddress;
 use tower_idempotency::store::redis::deadpool_redis::{Manager, Pool};
-use tower_idempotency::{MemoryStore, PostgresStore, RedisStore, SqliteStore, Store};
+use tower_idempotency::{
+    MemoryStore, PostgresStore, RedisStore, SqliteStore, Store, StoreErrorKind,
+};
 
 use crate::ledger::{Database, Deduplicate, Ledger};
 
@@ -43,7 +45,18 @@ impl StoreUrl {
     ) -> Result<(Arc<dyn Store>, Ledger), String> {
         let opened = async {
             let (store, database) = self.connect().await.map_err(|error| chain(&*error))?;
-            store.ready().await.map_err(|error| chain(&error))?;
+            match store.ready().await {
+                Ok(()) => {}
+                // It answered, and replicas that `?wait=N` asks for are away, as after a failover: what is stored can
+                // be replayed all the same, and /readyz says what is missing.
+                Err(error)
+                    if matches!(self, Self::Redis(_))
+                        && error.kind() == StoreErrorKind::OutcomeUnknown =>
+                {
+                    tracing::warn!(reason = chain(&error), "not ready");
+                }
+                Err(error) => return Err(chain(&error)),
+            }
             Ok::<_, String>((store, database))
         };
         let (store, database) = match tokio::time::timeout(OPEN_WITHIN, opened).await {
