@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 
 use support::groups::SentinelGroup;
 use support::load::Load;
+use support::log::Log;
 use support::store::{CALL_TIMEOUT, TERMS, claim, granted, name_of, new_key, recovers, works};
 use tower_idempotency::record::{Release, ReleaseOutcome, RenewOutcome, Renewal, Verdict};
 use tower_idempotency::{RedisStore, Store as _, StoreErrorKind};
@@ -204,4 +205,45 @@ async fn passwords_of_servers_and_of_sentinels_are_two_things() {
     let store = RedisStore::builder().sentinel_password("door").connect(&url).await.unwrap();
     drop(granted(&store, new_key()).await);
     recovers(&store, "with both").await;
+}
+
+/// Waits until this has been logged, and gives all that was.
+async fn logged(log: &Log, words: &str) -> String {
+    let (mut said, begun) = (String::new(), Instant::now());
+    loop {
+        said += &log.take();
+        if said.contains(words) {
+            return said;
+        }
+        assert!(begun.elapsed() < SECONDS, "{words:?}: {said}");
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+}
+
+#[tokio::test]
+async fn sentinels_that_answer_and_watch_no_such_master_are_told_as_that() {
+    let (log, _guard) = Log::install(tracing::Level::INFO);
+    let group = SentinelGroup::start(0);
+    let store = connect(&group, 0).await;
+    works(&store).await;
+    // A reason from before, that is none any more.
+    group.sentinels[0].stop();
+    tokio::time::sleep(Duration::from_secs(2)).await;
+    group.sentinels[0].cont();
+    tokio::time::sleep(Duration::from_secs(2)).await;
+    for sentinel in &group.sentinels {
+        sentinel.cli(&["sentinel", "remove", "main"]);
+    }
+    let said = logged(&log, "most Sentinels do not say where the primary is").await;
+    for sentinel in &group.sentinels {
+        let reason = format!("127.0.0.1:{} answers, and watches no master", sentinel.port());
+        assert!(said.contains(&reason), "{reason}: {said}");
+    }
+    assert!(!said.contains("not answer"), "{said}");
+    let port = group.servers[0].port().to_string();
+    for sentinel in &group.sentinels {
+        sentinel.cli(&["sentinel", "monitor", "main", "127.0.0.1", &port, "2"]);
+    }
+    logged(&log, "most Sentinels name the primary again").await;
+    works(&store).await;
 }

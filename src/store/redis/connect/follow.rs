@@ -7,7 +7,6 @@
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-use ::redis::RedisError;
 use futures_util::StreamExt as _;
 use futures_util::stream::FuturesUnordered;
 use tokio::time::{Instant, sleep};
@@ -30,7 +29,7 @@ const FRESH_FOR: Duration = Duration::from_secs(2);
 /// all of them are set up anew.
 const EARLIER_FOR: Duration = Duration::from_secs(5);
 
-/// A failover would be missed while most do not answer. That is said after this, which a restart of them may take.
+/// A failover would be missed while most name no primary. That is said after this, which a restart of them may take.
 const BLIND_FOR: Duration = Duration::from_secs(5);
 
 /// Looks as long as somebody has this dialer, unless that is done already.
@@ -67,15 +66,14 @@ async fn follow(following: Following, watchers: Vec<Watcher>) {
         sight.sees(index, said, Instant::now());
         match sight.notices(Instant::now()) {
             Some(Notice::Blind) => {
-                let reason = sight.failure.as_ref().map(ToString::to_string);
                 tracing::warn!(
-                    reason,
-                    "most Sentinels do not answer: a failover is noticed when the connection to Redis breaks, and \
-                     what the old primary is told until then may be lost"
+                    reason = sight.reasons(),
+                    "most Sentinels do not say where the primary is: a failover is noticed when the connection to \
+                     Redis breaks, and what the old primary is told until then may be lost"
                 );
             }
             Some(Notice::SeesAgain) => {
-                tracing::info!("most Sentinels answer again: failovers are followed");
+                tracing::info!("most Sentinels name the primary again: failovers are followed");
             }
             None => {}
         }
@@ -94,34 +92,58 @@ enum Notice {
 
 /// What was seen last.
 struct Sight {
-    said: Vec<Option<(Named, Instant)>>,
-    failure: Option<RedisError>,
+    of_each: Vec<Seen>,
     earlier: Option<(Named, Instant)>,
-    /// Since when most do not answer, and whether that was said.
+    /// Since when most name no primary, and whether that was said.
     blind: Option<(Instant, bool)>,
+}
+
+/// What one of them said last.
+#[derive(Clone, Default)]
+struct Seen {
+    named: Option<(Named, Instant)>,
+    /// Why it named nothing.
+    reason: Option<String>,
+}
+
+impl Seen {
+    fn fresh(&self, now: Instant) -> Option<&Named> {
+        let (named, at) = self.named.as_ref()?;
+        (now.duration_since(*at) < FRESH_FOR).then_some(named)
+    }
 }
 
 impl Sight {
     fn of(listed: usize) -> Self {
-        Self { said: vec![None; listed], failure: None, earlier: None, blind: None }
+        Self { of_each: vec![Seen::default(); listed], earlier: None, blind: None }
     }
 
-    fn sees(&mut self, index: usize, said: Result<Option<Named>, RedisError>, now: Instant) {
-        self.said[index] = match said {
-            Ok(named) => named.map(|named| (named, now)),
-            Err(error) => {
-                self.failure = Some(error);
-                None
-            }
+    fn sees(&mut self, index: usize, said: Result<Named, String>, now: Instant) {
+        let seen = &mut self.of_each[index];
+        (seen.named, seen.reason) = match said {
+            Ok(named) => (Some((named, now)), None),
+            Err(reason) => (None, Some(reason)),
         };
     }
 
-    /// What to tell of how many answer, once each time that it changes.
+    /// Why those who name no primary now do not.
+    fn reasons(&self) -> Option<String> {
+        let reasons: Vec<&str> =
+            self.of_each.iter().filter_map(|seen| seen.reason.as_deref()).collect();
+        (!reasons.is_empty()).then(|| reasons.join("; "))
+    }
+
+    fn votes(&self, now: Instant) -> Votes {
+        let mut votes = Votes::of(self.of_each.len());
+        let fresh = self.of_each.iter().filter_map(|seen| seen.fresh(now));
+        fresh.for_each(|named| votes.add(named.clone()));
+        votes
+    }
+
+    /// What to tell of how many name a primary, once each time that it changes.
     fn notices(&mut self, now: Instant) -> Option<Notice> {
-        let fresh = |said: &&Option<(Named, Instant)>| {
-            said.as_ref().is_some_and(|(_, at)| now.duration_since(*at) < FRESH_FOR)
-        };
-        if self.said.iter().filter(fresh).count() * 2 > self.said.len() {
+        let naming = self.of_each.iter().filter(|seen| seen.fresh(now).is_some()).count();
+        if naming * 2 > self.of_each.len() {
             let told = self.blind.take().is_some_and(|(_, told)| told);
             return told.then_some(Notice::SeesAgain);
         }
@@ -135,12 +157,7 @@ impl Sight {
 
     /// What to believe instead of what is known.
     fn judge(&mut self, known: &Named, now: Instant) -> Option<Named> {
-        let mut votes = Votes::of(self.said.len());
-        let fresh = |said: &Option<(Named, Instant)>| {
-            let (named, at) = said.as_ref()?;
-            (now.duration_since(*at) < FRESH_FOR).then(|| named.clone())
-        };
-        self.said.iter().filter_map(fresh).for_each(|named| votes.add(named));
+        let votes = self.votes(now);
         let earlier = votes.earlier(known);
         self.earlier = earlier.map(|earlier| match self.earlier.take() {
             Some((before, since)) if before.place == earlier.place => (earlier, since),
@@ -172,19 +189,19 @@ mod tests {
         for step in 0..=10 {
             let now = start + after(500 * step);
             // The third one hangs.
-            sight.sees(0, Ok(Some(named(2, 0))), now);
-            sight.sees(1, Ok(Some(named(2, 0))), now);
+            sight.sees(0, Ok(named(2, 0)), now);
+            sight.sees(1, Ok(named(2, 0)), now);
             let believed = sight.judge(&known, now);
             assert_eq!(believed, (step == 10).then(|| named(2, 0)), "step {step}");
         }
         // A later one at once.
         let now = start + after(6_000);
-        sight.sees(2, Ok(Some(named(3, 10))), now);
+        sight.sees(2, Ok(named(3, 10)), now);
         assert_eq!(sight.judge(&known, now), Some(named(3, 10)));
     }
 
     #[tokio::test(start_paused = true)]
-    async fn it_is_told_once_that_most_do_not_answer_and_once_that_they_do_again() {
+    async fn it_is_told_once_that_most_name_no_primary_and_once_that_they_do_again() {
         let start = Instant::now();
         let mut sight = Sight::of(3);
         let mut told = Vec::new();
@@ -194,20 +211,34 @@ mod tests {
             for index in 0..3 {
                 // One of three is too few.
                 let well = !all || index == 0;
-                let failed = || Err(RedisError::from((::redis::ErrorKind::Io, "gone")));
-                sight.sees(index, if well { Ok(Some(named(1, 1))) } else { failed() }, now);
+                sight.sees(index, well.then(|| named(1, 1)).ok_or_else(|| "gone".to_owned()), now);
             }
             told.extend(sight.notices(now).map(|notice| (step, notice)));
         }
         assert_eq!(told, [(20, Notice::Blind), (30, Notice::SeesAgain)]);
-        assert!(sight.failure.is_some(), "and why");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_reason_is_that_of_one_that_names_nothing_now() {
+        let now = Instant::now();
+        let mut sight = Sight::of(3);
+        assert_eq!(sight.reasons(), None);
+        let because = |reason: &str| Err(reason.to_owned());
+        sight.sees(0, because("one was paused"), now);
+        sight.sees(1, because("two is gone"), now);
+        sight.sees(2, Ok(named(1, 1)), now);
+        assert_eq!(sight.reasons().as_deref(), Some("one was paused; two is gone"));
+        sight.sees(0, Ok(named(1, 1)), now);
+        assert_eq!(sight.reasons().as_deref(), Some("two is gone"), "the first has answered since");
+        sight.sees(1, because("two watches no such master"), now);
+        assert_eq!(sight.reasons().as_deref(), Some("two watches no such master"));
     }
 
     #[tokio::test(start_paused = true)]
     async fn what_was_said_long_ago_counts_no_more() {
         let (start, known) = (Instant::now(), named(1, 9));
         let mut sight = Sight::of(3);
-        sight.sees(0, Ok(Some(named(2, 10))), start);
+        sight.sees(0, Ok(named(2, 10)), start);
         assert_eq!(sight.judge(&known, start + after(1_900)), Some(named(2, 10)));
         assert_eq!(sight.judge(&known, start + after(2_100)), None);
     }

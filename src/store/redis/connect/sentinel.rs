@@ -116,17 +116,10 @@ impl Sentinels {
             let role = question.query_async::<(String, Vec<String>)>(&mut sentinel).await;
             Ok(Err(role.map(|(_, names)| names).unwrap_or_default()))
         };
-        let place = || reasons::place(client.get_connection_info());
         match timeout(self.step, asking).await.unwrap_or_else(|_| Err(too_slow("a Sentinel"))) {
             Ok(Ok(named)) => Ok(named),
             Ok(Err(known)) => Err(DialError::UnknownMaster { name: self.name.clone(), known }),
-            Err(error) if is_about_login(&error) => {
-                Err(DialError::SentinelLogin { place: place(), reason: error.to_string().into() })
-            }
-            Err(error) if is_unknown_command(&error) => {
-                Err(DialError::NotASentinel { place: place() })
-            }
-            Err(error) => Err(reasons::of_no_line(client.get_connection_info(), error)),
+            Err(error) => Err(of_no_answer(client.get_connection_info(), error)),
         }
     }
 
@@ -170,8 +163,21 @@ pub(super) struct Watcher {
 }
 
 impl Watcher {
+    /// Asks it; gives the reason if it names no primary.
+    pub(super) async fn ask(&mut self, within: Duration) -> Result<Named, String> {
+        let info = self.client.get_connection_info().clone();
+        match self.named(within).await {
+            Ok(Some(named)) => Ok(named),
+            Ok(None) => {
+                let place = reasons::place(&info);
+                Err(format!("{place} answers, and watches no master named {:?}", self.name))
+            }
+            Err(error) => Err(of_no_answer(&info, error).to_string()),
+        }
+    }
+
     /// Asks it. A connection that fails is not used again.
-    pub(super) async fn ask(&mut self, within: Duration) -> RedisResult<Option<Named>> {
+    async fn named(&mut self, within: Duration) -> RedisResult<Option<Named>> {
         let slow = |_| Err(too_slow("a Sentinel"));
         let mut line = match self.line.take() {
             Some(line) => line,
@@ -185,6 +191,18 @@ impl Watcher {
         let named = asked.unwrap_or_else(|_| Err(too_slow("a Sentinel")))?;
         self.line = Some(line);
         Ok(named)
+    }
+}
+
+/// Why a Sentinel did not answer what it was asked.
+fn of_no_answer(info: &ConnectionInfo, error: RedisError) -> DialError {
+    let place = || reasons::place(info);
+    if is_about_login(&error) {
+        DialError::SentinelLogin { place: place(), reason: error.to_string().into() }
+    } else if is_unknown_command(&error) {
+        DialError::NotASentinel { place: place() }
+    } else {
+        reasons::of_no_line(info, error)
     }
 }
 
