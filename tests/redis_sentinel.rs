@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 use support::groups::SentinelGroup;
 use support::load::Load;
 use support::log::Log;
+use support::redis::RedisServer;
 use support::store::{CALL_TIMEOUT, TERMS, claim, granted, name_of, new_key, recovers, works};
 use tower_idempotency::record::{Release, ReleaseOutcome, RenewOutcome, Renewal, Verdict};
 use tower_idempotency::{RedisStore, Store as _, StoreErrorKind};
@@ -223,7 +224,7 @@ async fn logged(log: &Log, words: &str) -> String {
 #[tokio::test]
 async fn sentinels_that_answer_and_watch_no_such_master_are_told_as_that() {
     let (log, _guard) = Log::install(tracing::Level::INFO);
-    let group = SentinelGroup::start(0);
+    let group = SentinelGroup::start(1);
     let store = connect(&group, 0).await;
     works(&store).await;
     // A reason from before, that is none any more.
@@ -245,5 +246,30 @@ async fn sentinels_that_answer_and_watch_no_such_master_are_told_as_that() {
         sentinel.cli(&["sentinel", "monitor", "main", "127.0.0.1", &port, "2"]);
     }
     logged(&log, "most Sentinels name the primary again").await;
+    works(&store).await;
+}
+
+#[tokio::test]
+async fn a_sentinel_that_names_another_primary_than_the_others_is_told_once() {
+    let (log, _guard) = Log::install(tracing::Level::INFO);
+    let (group, other) = (SentinelGroup::start(1), RedisServer::start());
+    let store = connect(&group, 0).await;
+    works(&store).await;
+    let (odd, port) = (&group.sentinels[2], other.port().to_string());
+    odd.cli(&["sentinel", "remove", "main"]);
+    odd.cli(&["sentinel", "monitor", "main", "127.0.0.1", &port, "2"]);
+    let mut said = logged(&log, "a Sentinel contradicts most of the others").await;
+    for words in [
+        format!("sentinel=\"127.0.0.1:{}\"", odd.port()),
+        format!("names=\"127.0.0.1:{port}\""),
+        format!("most_name=\"127.0.0.1:{}\"", group.servers[0].port()),
+    ] {
+        assert!(said.contains(&words), "{words}: {said}");
+    }
+    // It is asked five times more, and outvoted.
+    tokio::time::sleep(Duration::from_millis(2_500)).await;
+    said += &log.take();
+    assert_eq!(said.matches("contradicts").count(), 1, "{said}");
+    assert!(!said.contains("is another Redis server"), "{said}");
     works(&store).await;
 }

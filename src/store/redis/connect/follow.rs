@@ -32,6 +32,9 @@ const EARLIER_FOR: Duration = Duration::from_secs(5);
 /// A failover would be missed while most name no primary. That is said after this, which a restart of them may take.
 const BLIND_FOR: Duration = Duration::from_secs(5);
 
+/// News of a decision reach all of them within two seconds. One that contradicts most of them for so long is told.
+const ODD_FOR: Duration = Duration::from_secs(5);
+
 /// Looks as long as somebody has this dialer, unless that is done already.
 pub(super) fn begin(dialer: &Arc<Dialer>, watchers: impl FnOnce() -> Vec<Watcher>) {
     if dialer.begins_to_follow() {
@@ -53,6 +56,7 @@ impl Drop for Following {
 
 async fn follow(following: Following, watchers: Vec<Watcher>) {
     let mut sight = Sight::of(watchers.len());
+    let places: Vec<_> = watchers.iter().map(Watcher::place).collect();
     let ask = async |index: usize, mut watcher: Watcher| {
         sleep(LOOK_EVERY).await;
         let said = watcher.ask(ANSWER_WITHIN).await;
@@ -77,6 +81,19 @@ async fn follow(following: Following, watchers: Vec<Watcher>) {
             }
             None => {}
         }
+        for Odd { index, named, most } in sight.contradictions(Instant::now()) {
+            let shown = |named: &Named| format!("{}:{}", named.place.0, named.place.1);
+            tracing::warn!(
+                sentinel = &*places[index],
+                names = shown(&named),
+                epoch = named.epoch,
+                most_name = shown(&most),
+                most_epoch = most.epoch,
+                "a Sentinel contradicts most of the others: if its epoch is the higher one, it is believed, and a \
+                 failover by the others is followed only after five seconds; let it learn from them, with SENTINEL \
+                 REMOVE and SENTINEL MONITOR"
+            );
+        }
         dialer.hears(|known| sight.judge(known, Instant::now()));
         drop(dialer);
         asked.push(ask(index, watcher));
@@ -88,6 +105,14 @@ async fn follow(following: Following, watchers: Vec<Watcher>) {
 enum Notice {
     Blind,
     SeesAgain,
+}
+
+/// One that contradicts most of them.
+#[derive(Debug, Eq, PartialEq)]
+struct Odd {
+    index: usize,
+    named: Named,
+    most: Named,
 }
 
 /// What was seen last.
@@ -104,6 +129,8 @@ struct Seen {
     named: Option<(Named, Instant)>,
     /// Why it named nothing.
     reason: Option<String>,
+    /// Since when it contradicts most of them, and whether that was said.
+    odd: Option<(Instant, bool)>,
 }
 
 impl Seen {
@@ -153,6 +180,28 @@ impl Sight {
         }
         *told = true;
         Some(Notice::Blind)
+    }
+
+    /// Who contradicts most of them, once each until it has agreed.
+    fn contradictions(&mut self, now: Instant) -> Vec<Odd> {
+        let votes = self.votes(now);
+        let most_agree = votes.majority().is_some();
+        let of_one = |(index, seen): (usize, &mut Seen)| {
+            let named = seen.fresh(now).cloned();
+            let Some(most) = named.as_ref().and_then(|named| votes.against(named)) else {
+                // One that is silent, or has nobody to agree with, has not agreed.
+                let agrees = named.is_some() && most_agree;
+                seen.odd = seen.odd.filter(|&(_, told)| told && !agrees);
+                return None;
+            };
+            let (since, told) = seen.odd.get_or_insert((now, false));
+            if *told || now.duration_since(*since) < ODD_FOR {
+                return None;
+            }
+            *told = true;
+            Some(Odd { index, named: named?, most })
+        };
+        self.of_each.iter_mut().enumerate().filter_map(of_one).collect()
     }
 
     /// What to believe instead of what is known.
@@ -232,6 +281,43 @@ mod tests {
         assert_eq!(sight.reasons().as_deref(), Some("two is gone"), "the first has answered since");
         sight.sees(1, because("two watches no such master"), now);
         assert_eq!(sight.reasons().as_deref(), Some("two watches no such master"));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn one_that_contradicts_most_of_them_is_told_once_until_it_has_agreed() {
+        let start = Instant::now();
+        let mut sight = Sight::of(3);
+        let (most, higher, elsewhere) = (named(1, 4), named(1, 99), named(2, 0));
+        // What the second one says from a step on; the others say the same all the time, but for a while of silence.
+        let says = [
+            (0, Some(&most)),
+            // A failover, of which the others hear within two seconds.
+            (10, Some(&higher)),
+            (14, Some(&most)),
+            (20, Some(&higher)),
+            (40, None),
+            (50, Some(&higher)),
+            (70, Some(&most)),
+            (80, Some(&elsewhere)),
+            // It contradicts them all the time, and says too little to be told.
+            (100, Some(&most)),
+            (101, Some(&higher)),
+            (106, None),
+            (115, Some(&higher)),
+            (120, None),
+        ];
+        let mut told = Vec::new();
+        for step in 0..140 {
+            let now = start + after(500 * step);
+            let (_, of_it) = says.iter().rfind(|(from, _)| *from <= step).unwrap();
+            let of_others = (!(55..60).contains(&step)).then_some(&most);
+            for (index, said) in [of_others, *of_it, of_others].into_iter().enumerate() {
+                sight.sees(index, said.cloned().ok_or_else(|| "gone".to_owned()), now);
+            }
+            told.extend(sight.contradictions(now).into_iter().map(|odd| (step, odd)));
+        }
+        let odd = |named: &Named| Odd { index: 1, named: named.clone(), most: most.clone() };
+        assert_eq!(told, [(30, odd(&higher)), (90, odd(&elsewhere))]);
     }
 
     #[tokio::test(start_paused = true)]

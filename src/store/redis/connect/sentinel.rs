@@ -163,13 +163,18 @@ pub(super) struct Watcher {
 }
 
 impl Watcher {
+    /// Which one it is.
+    pub(super) fn place(&self) -> Box<str> {
+        reasons::place(self.client.get_connection_info())
+    }
+
     /// Asks it; gives the reason if it names no primary.
     pub(super) async fn ask(&mut self, within: Duration) -> Result<Named, String> {
         let info = self.client.get_connection_info().clone();
         match self.named(within).await {
             Ok(Some(named)) => Ok(named),
             Ok(None) => {
-                let place = reasons::place(&info);
+                let place = self.place();
                 Err(format!("{place} answers, and watches no master named {:?}", self.name))
             }
             Err(error) => Err(of_no_answer(&info, error).to_string()),

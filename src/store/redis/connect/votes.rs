@@ -74,6 +74,20 @@ impl Votes {
         self.majority()
     }
 
+    /// What most of all Sentinels tell otherwise than this one does: another place, or a lower number.
+    pub(super) fn against(&self, named: &Named) -> Option<Named> {
+        let most = self.majority()?;
+        if most.place != named.place {
+            return Some(most);
+        }
+        let lower = |other: &&Named| other.epoch.is_some() && other.epoch < named.epoch;
+        let lower = self.all.iter().filter(lower);
+        if lower.clone().count() * 2 <= self.listed {
+            return None;
+        }
+        Some(Named { epoch: lower.map(|other| other.epoch).max().flatten(), ..most })
+    }
+
     /// Where to look, by who knows nothing yet: the latest decision if all tell, or what most say, and then what few do.
     pub(super) fn places(&self) -> Vec<Named> {
         let mut places = self.by_votes();
@@ -140,6 +154,22 @@ mod tests {
         let anew = votes(3, &[(1, Some(8)), (2, Some(0)), (2, Some(0))]);
         assert_eq!(anew.at_once(&said(2, 9)), None);
         assert_eq!(anew.earlier(&said(2, 9)), Some(said(2, 0)));
+    }
+
+    #[test]
+    fn most_are_against_who_names_another_place_or_a_higher_number() {
+        let higher = votes(3, &[(1, Some(99)), (1, Some(3)), (1, Some(4))]);
+        assert_eq!(higher.against(&said(1, 99)), Some(said(1, 4)));
+        assert_eq!(higher.against(&said(1, 4)), None, "one is no majority");
+        assert_eq!(higher.against(&said(1, 3)), None, "it has not heard yet");
+        let elsewhere = votes(3, &[(2, Some(0)), (1, Some(4)), (1, Some(4))]);
+        assert_eq!(elsewhere.against(&said(2, 0)), Some(said(1, 4)));
+        assert_eq!(elsewhere.against(&said(1, 4)), None);
+        // Of all that are listed, and not of those that answer.
+        assert_eq!(votes(3, &[(1, Some(99)), (1, Some(3))]).against(&said(1, 99)), None);
+        assert_eq!(votes(3, &[(2, None), (1, None)]).against(&said(2, None)), None);
+        let untold = votes(3, &[(1, Some(99)), (1, None), (1, None)]);
+        assert_eq!(untold.against(&said(1, 99)), None, "nobody knows theirs");
     }
 
     #[test]
