@@ -284,7 +284,7 @@ async fn a_redis_that_comes_back_empty_is_warned_of_once() {
     let lost = Sandbox::start(&["--store", &empty.url()]);
     let warnings = |sandbox: &Sandbox| {
         let (output, errors) = sandbox.said();
-        (output + &errors).matches("has come back empty").count()
+        (output + &errors).matches("another process than before, and holds nothing").count()
     };
     pays_once(&kept).await;
     pays_once(&lost).await;

@@ -31,11 +31,13 @@ impl Process {
         if before.is_none_or(|before| before == now) {
             return None;
         }
+        // The one before may have held nothing either: a replica that is promoted before there is any record, or
+        // after the last one has expired. Nobody can tell any more.
         let holds_nothing = !info.lines().any(|line| line.starts_with("db"));
         if holds_nothing {
             return Some(
-                "Redis has come back empty: the records that it had are lost, and their keys are new \
-                 again",
+                "Redis is another process than before, and holds nothing: records that the one before may have had \
+                 are lost, and their keys are new again",
             );
         }
         // Another server may have been there for long: a replica that was promoted.
@@ -61,7 +63,8 @@ mod tests {
         let warns = |info: &str| process.learn(info).is_some();
         assert!(!warns(&info("a", 0, "")), "the first");
         assert!(!warns(&info("a", 0, "")), "the same");
-        assert!(warns(&info("b", 1, "")), "another one, and empty");
+        let empty = process.learn(&info("b", 1, "")).expect("another one, and empty");
+        assert!(empty.contains("holds nothing") && empty.contains("may have had"), "{empty}");
         assert!(!warns(&info("b", 1, "")), "said once");
         assert!(warns(&info("c", 0, full)), "a snapshot at best");
         assert!(!warns(&info("d", 1, full)), "it has read its append-only file");
