@@ -203,6 +203,16 @@ async fn passwords_of_servers_and_of_sentinels_are_two_things() {
     }
     let url = group.url().replace("redis+sentinel://", "redis+sentinel://:secret@");
     RedisStore::connect(&url).await.unwrap_err();
+    // None for the servers.
+    for protocol in ["", "?protocol=resp3"] {
+        let url = format!("{}{protocol}", group.url());
+        let error =
+            RedisStore::builder().sentinel_password("door").connect(&url).await.unwrap_err();
+        assert_eq!(error.kind(), StoreErrorKind::Backend, "{error:?}");
+        let advice = "redis+sentinel://user:password@host:port,host:port/master-name";
+        assert!(error.to_string().contains(advice), "{error}");
+        assert!(error.to_string().contains("NOAUTH"), "{error}");
+    }
     let store = RedisStore::builder().sentinel_password("door").connect(&url).await.unwrap();
     drop(granted(&store, new_key()).await);
     recovers(&store, "with both").await;

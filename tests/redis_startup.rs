@@ -78,7 +78,9 @@ async fn a_wrong_user_or_password_is_a_mistake_that_names_the_user_and_never_the
     is_a_mistake(&at(&format!(":{SECRET}@")), &["user \"default\"", "without any password"]).await;
     server.cli(&["config", "set", "requirepass", "right"]);
     is_a_mistake(&at(&format!(":{SECRET}@")), &["user \"default\"", "WRONGPASS"]).await;
-    is_a_mistake(&at(""), &["asks for a password", "user:password@host"]).await;
+    for url in [at(""), at("pay@"), at("") + "?protocol=resp3"] {
+        is_a_mistake(&url, &["asks for a password", "user:password@host"]).await;
+    }
     works(&patient().connect(&at("pay:right@")).await.unwrap()).await;
 
     // And while it runs: the password is changed, and the connection breaks.

@@ -6,7 +6,7 @@ use super::NAME;
 use super::advice::Lack;
 use super::builder::MAX_PREFIX;
 use super::check::Concern;
-use super::connect::AddressError;
+use super::connect::{AddressError, PASSWORD_MISSING};
 use crate::error::{StoreError, StoreErrorKind};
 
 /// The commands that the store runs, in scripts and by itself.
@@ -45,11 +45,7 @@ pub(super) enum SetupError {
          `ACL SETUSER {user} {keys}`: records, and large answers for the moment beside them"
     )]
     Keys { user: Box<str>, keys: Box<str>, reason: Box<str> },
-    #[error(
-        "the server asks for a password, and the address has none ({0}): write \
-         redis://:password@host for the user `default`, redis://user:password@host for another (what stands \
-         before the @ without a colon is a user); `ACL LIST` on the server shows whom it lets in"
-    )]
+    #[error("no entry ({0}): {PASSWORD_MISSING}")]
     PasswordMissing(Box<str>),
     #[error(
         "the server is a read-only replica{}; connect to its primary, or let Sentinels name it: \

@@ -9,7 +9,7 @@ use ::redis::{AsyncConnectionConfig, Client, Cmd, ConnectionInfo, RedisResult};
 use tokio::time::timeout;
 
 use super::link::Line;
-use super::reasons::of_no_line;
+use super::reasons::{of_no_line, of_no_password};
 use super::sentinel::Sentinels;
 use super::stream::{self, KEEPALIVE_IDLE};
 use super::votes::{Named, Place};
@@ -155,7 +155,12 @@ pub(super) async fn open(
 ) -> Result<Line, DialError> {
     let error = match stream::open(client, config, within).await {
         Ok(line) => return Ok(line),
-        Err(error) if is_about_login(&error) => error,
+        Err(error) if is_about_login(&error) => {
+            match of_no_password(client.get_connection_info(), &error) {
+                Some(error) => return Err(error),
+                None => error,
+            }
+        }
         Err(error) => return Err(of_no_line(client.get_connection_info(), error)),
     };
     // redis-rs keeps the server's words to itself: whether the password is wrong, or none is asked for. So it

@@ -9,7 +9,7 @@ use std::time::Duration;
 use ::redis::{ErrorKind, RedisError};
 
 use super::Cause;
-use super::reasons::{self, ENCODED};
+use super::reasons::{self, ENCODED, PASSWORD_MISSING};
 use crate::error::{StoreErrorKind, untold};
 
 /// Why there is no reply that a script gave.
@@ -85,6 +85,8 @@ pub(in crate::store::redis) enum DialError {
          is {ENCODED}"
     )]
     Login { user: Box<str>, reason: Box<str> },
+    #[error("no entry at {place} ({reason}): {PASSWORD_MISSING}")]
+    PasswordMissing { place: Box<str>, reason: Box<str> },
     #[error(
         "the Sentinel {place} does not let us in ({reason}): its password is set by \
          `RedisStore::builder().sentinel_password(..)`; the one in the address is for the servers"
@@ -136,6 +138,7 @@ impl DialError {
         match self {
             Self::Failed(error) | Self::Unreached { error, .. } => Some(error),
             Self::Login { .. }
+            | Self::PasswordMissing { .. }
             | Self::PoolLogin { .. }
             | Self::Select { .. }
             | Self::PoolSelect { .. }

@@ -39,7 +39,7 @@ pub(super) use failure::{
 };
 pub(super) use node::Node;
 pub(super) use pool::Pooled;
-pub(super) use reasons::is_about_rights;
+pub(super) use reasons::{PASSWORD_MISSING, is_about_rights};
 pub(super) use slips::find_slip;
 
 use failure::{NoConnection, TooLong, is_about_login, is_readonly};

@@ -11,6 +11,12 @@ use crate::store::redis::setup::RIGHTS;
 pub(super) const ENCODED: &str = "percent-encoded: / as %2F, # as %23, ? as %3F, @ as %40, % as %25, & as %26, \
                                   + as %2B";
 
+/// What to do about an address without a password.
+pub(in crate::store::redis) const PASSWORD_MISSING: &str = "the server asks for a password, and the address has none: write redis://user:password@host, or \
+     redis://:password@host for the user `default` (what stands before the @ without a colon is a user); where an \
+     address has several hosts it stands before the first, redis+sentinel://user:password@host:port,host:port/master-name; \
+     `ACL LIST` on the server shows whom it lets in";
+
 /// Where a connection leads to, never with user and password.
 pub(super) fn place(info: &ConnectionInfo) -> Box<str> {
     match info.addr() {
@@ -39,6 +45,15 @@ pub(super) fn of_no_line(info: &ConnectionInfo, error: RedisError) -> DialError 
         }
         None => DialError::Unreached { place, error },
     }
+}
+
+/// The same of a server that asks for a password, if there is none in the address.
+pub(super) fn of_no_password(info: &ConnectionInfo, error: &RedisError) -> Option<DialError> {
+    let missing = error.code() == Some("NOAUTH") && info.redis_settings().password().is_none();
+    missing.then(|| DialError::PasswordMissing {
+        place: place(info),
+        reason: error.to_string().into(),
+    })
 }
 
 pub(super) fn unreached(place: &str, error: &RedisError) -> String {
@@ -106,7 +121,7 @@ pub(super) fn of_select(error: &RedisError) -> Option<(Box<str>, &'static str)> 
     } else if reason.contains("cluster mode") {
         "a cluster has none but 0: write redis+cluster:// and no database"
     } else if reason.contains("Authentication required") {
-        "the server asks for a password: write redis://user:password@host:port/database"
+        PASSWORD_MISSING
     } else {
         return None;
     };
@@ -123,7 +138,7 @@ pub(super) fn of_refusal(error: &RedisError, user: Option<&str>) -> Option<Cow<'
         Some("LOADING") => "the server has just started and still reads its data: that passes",
         Some("MISCONF") => "the server cannot write to its disk: look at its disk and its log",
         Some("BUSY") => "a script of somebody's holds the server up: `SCRIPT KILL` ends it",
-        Some("NOAUTH") => "the server asks for a password, and the address has none",
+        Some("NOAUTH") => PASSWORD_MISSING,
         Some("NOREPLICAS") => {
             "the server misses replicas that its `min-replicas-to-write` asks for: attach them"
         }
@@ -183,6 +198,7 @@ mod tests {
         let of_7_0 = "The user executing the script can't run this command or subcommand script";
         assert!(words("ERR", of_7_0).contains("+pexpiretime"), "{}", words("ERR", of_7_0));
         assert!(words("OOM", "command not allowed").contains("maxmemory"));
+        assert!(words("NOAUTH", "Authentication required.").contains("user:password@host"));
         assert_eq!(words("ERR", "syntax error"), "");
     }
 }

@@ -144,7 +144,10 @@ impl Sentinels {
             }
             // A user without the right to ask. A replica will refuse the first write.
             Err(Failure::Refused(error)) if error.code() == Some("NOPERM") => Ok(line),
-            Err(Failure::Refused(error)) => Err(error.into()),
+            Err(Failure::Refused(error)) => {
+                let missing = reasons::of_no_password(client.get_connection_info(), &error);
+                Err(missing.unwrap_or_else(|| error.into()))
+            }
             Err(Failure::NotSent(cause) | Failure::NoAnswer(cause)) => {
                 Err(RedisError::from(std::io::Error::other(cause)).into())
             }
