@@ -2,8 +2,10 @@
 #![cfg(unix)]
 #![allow(clippy::unwrap_used, reason = "in a test a panic is the report")]
 
-use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::Command;
+
+#[path = "support/sandbox.rs"]
+mod sandbox;
 
 /// Boundary; then for each cut attempts, effects, status and code.
 const PAID: &str = "201 paid";
@@ -26,29 +28,7 @@ const TABLE: [(&str, [Row; 4]); 6] = [
 
 #[test]
 fn the_boundary_of_the_transaction_decides_what_a_crash_costs() {
-    let test = std::env::current_exe().unwrap();
-    let profile = test.ancestors().nth(2).unwrap();
-    let mut build = Command::new(env!("CARGO"));
-    build.args(["build", "--quiet", "--example", "crash_lab", "--manifest-path"]);
-    build.arg(Path::new(env!("CARGO_MANIFEST_DIR")).join("Cargo.toml"));
-    build.arg("--target-dir").arg(profile.parent().unwrap());
-    // As in `support/sandbox.rs`: dependencies must not be built anew for this.
-    for (name, _) in std::env::vars_os() {
-        let text = name.to_string_lossy();
-        if text.starts_with("CARGO_PKG_") || text.starts_with("CARGO_MANIFEST_") {
-            build.env_remove(&name);
-        }
-    }
-    // The same features as this test was built with: most of the time there is nothing to do.
-    if cfg!(feature = "conformance") {
-        build.args(["--features", "conformance"]);
-    }
-    if profile.ends_with("release") {
-        build.arg("--release");
-    }
-    assert!(build.stdin(Stdio::null()).status().unwrap().success(), "the example does not build");
-
-    let output = Command::new(profile.join("examples/crash_lab")).output().unwrap();
+    let output = Command::new(sandbox::built("crash_lab")).output().unwrap();
     let said = String::from_utf8_lossy(&output.stdout);
     let errors = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success(), "{said}\n{errors}");

@@ -296,12 +296,14 @@ async fn a_paused_process_that_lost_its_key_tells_its_client_to_come_back() {
 #[tokio::test(start_paused = true)]
 async fn a_record_that_the_store_lost_is_restored_by_the_keeper() {
     let shared = Arc::new(MemoryStore::new());
-    let (server, gate) = Server::on(Arc::clone(&shared), config().wait(Duration::ZERO)).gated();
+    let hour = Duration::from_secs(3_600);
+    let config = config().wait(Duration::ZERO).retention(hour).unknown_retention(hour);
+    let (server, gate) = Server::on(Arc::clone(&shared), config).gated();
     let first = tokio::spawn(server.pay("k"));
     gate.reached.notified().await;
     // Losing everything: the record is gone when its retention ends, so make renewals miss it.
     server.store.inject_always(Verb::Renew, Fault::Hang);
-    sleep(LEASE + Duration::from_secs(8 * 24 * 3600)).await;
+    sleep(LEASE + 2 * hour).await;
     server.store.heal();
     sleep(LEASE).await;
     server.pay("k").await.expect(409, "idempotency_key_in_use");

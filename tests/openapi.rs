@@ -16,7 +16,7 @@ mod tools;
 use sandbox::{Call, Sandbox};
 
 /// Cases for each operation; `SCHEMA_EXAMPLES=1000` makes those that are promised.
-const EXAMPLES: &str = "120";
+const EXAMPLES: &str = "60";
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn schemathesis_finds_no_answer_that_the_document_does_not_describe() {

@@ -39,7 +39,7 @@ fn program() -> &'static Path {
     PROGRAM.get_or_init(|| built("payments"))
 }
 
-fn built(example: &str) -> PathBuf {
+pub(crate) fn built(example: &str) -> PathBuf {
     let test = std::env::current_exe().expect("a test knows its own path");
     let profile = test.ancestors().nth(2).expect("target/<profile>/deps/test");
     let mut build = Command::new(env!("CARGO"));
@@ -54,11 +54,17 @@ fn built(example: &str) -> PathBuf {
             build.env_remove(&name);
         }
     }
-    // The same features as this test was built with: most of the time there is nothing to do.
-    if cfg!(feature = "mistakes") {
-        build.args(["--features", "mistakes"]);
-    } else if cfg!(feature = "conformance") {
-        build.args(["--features", "conformance"]);
+    // The same features as this test was built with, so that there is nothing to do most of the time.
+    let with = [
+        ("mistakes", cfg!(feature = "mistakes")),
+        ("conformance", cfg!(feature = "conformance")),
+        ("admin", cfg!(feature = "admin")),
+        ("cli", cfg!(feature = "cli")),
+        ("client-reqwest", cfg!(feature = "client-reqwest")),
+        ("protect", cfg!(feature = "protect")),
+    ];
+    for (feature, _) in with.iter().filter(|(_, on)| *on) {
+        build.args(["--features", feature]);
     }
     if profile.ends_with("release") {
         build.arg("--release");
