@@ -173,8 +173,8 @@ pub struct Drained {
     /// How many handlers were still running at the end of the grace; their keys are marked as of
     /// unknown outcome, as far as the store could be reached.
     pub unfinished: usize,
-    /// How much else the store did not confirm by then: answers that clients have (marked `not-stored`), and claims and
-    /// handlers that were given up. As far as the store did what it was asked first, these keys are of unknown outcome
+    /// How much else the store did not confirm by then: answers that were made (clients have them marked `not-stored`, or
+    /// were told 503, as [`Recovery`](crate::Recovery) says), and claims and handlers that were given up. As far as the store did what it was asked first, these keys are of unknown outcome
     /// when their leases are over, also where nothing ran. Their references are logged.
     pub unrecorded: usize,
 }

@@ -349,7 +349,7 @@ async fn case_128_a_shutdown_says_what_the_store_was_not_told_in_time() {
         let drained = shop.layer.drain(secs(5)).await;
         assert_eq!((drained.unfinished, drained.unrecorded), (0, 1), "{verb:?}");
         let said = log.take();
-        let words = if answer { "an answer was given" } else { "a key was not given back" };
+        let words = if answer { "an answer was made" } else { "a key was not given back" };
         assert!(said.contains("unfinished=0 unrecorded=1"), "{said}");
         let line = said.lines().find(|line| line.contains(words)).expect(words);
         assert!(line.contains(&format!("reference={}", key.log_id())), "{line}");
