@@ -6,7 +6,6 @@
 //! [`IdempotencyKey`], so that an SDK upgrade or a proxy in the middle of a retry changes nothing.
 
 use std::fmt;
-use std::sync::Arc;
 
 use http::HeaderValue;
 
@@ -17,7 +16,8 @@ use http::HeaderValue;
 /// told not to do that. Its text is [`as_str`](Self::as_str).
 ///
 /// # Clone
-/// Clones share one allocation.
+/// Clones share one allocation. That is the head of the request where the key came bare in a header: whoever keeps
+/// keys for long keeps it too, unless he copies them (`IdempotencyKey::new(key.as_str())`).
 ///
 /// # Example
 /// ```
@@ -30,7 +30,8 @@ use http::HeaderValue;
 /// # Ok::<(), tower_idempotency::KeyError>(())
 /// ```
 #[derive(Clone, Eq, Hash, PartialEq)]
-pub struct IdempotencyKey(Arc<str>);
+// A header value, since that is how it comes, and how it is echoed: nothing is copied either time.
+pub struct IdempotencyKey(HeaderValue);
 
 /// Which notations of a key are accepted in the header.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
@@ -124,7 +125,7 @@ impl IdempotencyKey {
             bytes[range].iter().map(|byte| format!("{byte:02x}")).collect::<String>()
         };
         let parts = [hex(0..4), hex(4..6), hex(6..8), hex(8..10), hex(10..16)];
-        Self(Arc::from(parts.join("-")))
+        Self::checked(&parts.join("-")).expect("it is 36 bytes long")
     }
 
     /// A key from its text, as it stands after unquoting: 1 to 255 bytes of printable ASCII.
@@ -168,20 +169,36 @@ impl IdempotencyKey {
         }
     }
 
+    /// Reads the value of a header, as [`parse`](Self::parse) does. What comes bare is not copied.
+    pub(crate) fn of_header(value: &HeaderValue, syntax: KeySyntax) -> Result<Self, KeyError> {
+        let is_whole =
+            syntax == KeySyntax::BareOrQuoted && value.as_bytes().iter().copied().all(is_bare);
+        match is_whole {
+            true => Self::within_limits(value.len()).map(|()| Self(value.clone())),
+            false => Self::parse(value.as_bytes(), syntax),
+        }
+    }
+
     fn checked(text: &str) -> Result<Self, KeyError> {
-        match text.len() {
+        Self::within_limits(text.len())?;
+        Ok(Self(HeaderValue::from_str(text).expect("printable ASCII is a header value")))
+    }
+
+    fn within_limits(length: usize) -> Result<(), KeyError> {
+        match length {
             0 => Err(KeyError::Empty),
-            length if length > Self::MAX_LENGTH => {
-                Err(KeyError::TooLong { length, limit: Self::MAX_LENGTH })
-            }
-            _ => Ok(Self(Arc::from(text))),
+            1..=Self::MAX_LENGTH => Ok(()),
+            _ => Err(KeyError::TooLong { length, limit: Self::MAX_LENGTH }),
         }
     }
 
     /// The key after unquoting.
+    ///
+    /// # Panics
+    /// Never: every key is printable ASCII.
     #[must_use]
     pub fn as_str(&self) -> &str {
-        &self.0
+        self.0.to_str().expect("every key is printable ASCII")
     }
 
     /// The key as a header value that parses back to it: bare where that is possible, else quoted.
@@ -190,14 +207,11 @@ impl IdempotencyKey {
     /// Never: every key is printable ASCII.
     #[must_use]
     pub fn to_header_value(&self) -> HeaderValue {
-        let bare = self.0.bytes().all(is_bare);
-        let value = if bare {
-            HeaderValue::from_str(&self.0)
-        } else {
-            let escaped = self.0.replace('\\', r"\\").replace('"', r#"\""#);
-            HeaderValue::from_str(&format!("\"{escaped}\""))
-        };
-        value.expect("printable ASCII is a header value")
+        if self.0.as_bytes().iter().copied().all(is_bare) {
+            return self.0.clone();
+        }
+        let escaped = self.as_str().replace('\\', r"\\").replace('"', r#"\""#);
+        HeaderValue::from_str(&format!("\"{escaped}\"")).expect("printable ASCII is a header value")
     }
 }
 
@@ -311,6 +325,15 @@ mod tests {
         #[test]
         fn any_bytes_are_parsed_or_refused_without_a_panic(bytes: Vec<u8>) {
             let _ = IdempotencyKey::parse(&bytes, KeySyntax::BareOrQuoted);
+        }
+
+        #[test]
+        fn a_header_is_read_as_its_bytes_are(text in "[ -~]{0,4}|[!-~]{250,260}|[ -~\t\u{e9}]{0,300}") {
+            let value = HeaderValue::from_bytes(text.as_bytes()).unwrap();
+            for syntax in [KeySyntax::BareOrQuoted, KeySyntax::QuotedOnly] {
+                let parsed = IdempotencyKey::parse(value.as_bytes(), syntax);
+                prop_assert_eq!(IdempotencyKey::of_header(&value, syntax), parsed);
+            }
         }
     }
 }

@@ -113,14 +113,18 @@ impl StoredResponse {
     /// The bytes that a store keeps.
     #[must_use]
     pub fn encode(&self) -> Bytes {
-        encode(self.status, &self.headers, |_| true, &self.body)
+        let body = match &self.body {
+            StoredBody::Kept(body) => Some(&body[..]),
+            StoredBody::NotKept => None,
+        };
+        encode(self.status, &self.headers, |_| true, body)
     }
 
     /// The bytes of [`new`](Self::new), without making the response first.
-    pub(crate) fn encoded(head: &response::Parts, body: Bytes, rules: &HeaderRules) -> Bytes {
+    pub(crate) fn encoded(head: &response::Parts, body: &[u8], rules: &HeaderRules) -> Bytes {
         let hops = hops(&head.headers);
         let keeps = |name: &HeaderName| rules.keeps(name, &hops);
-        encode(head.status, &head.headers, keeps, &StoredBody::Kept(body))
+        encode(head.status, &head.headers, keeps, Some(body))
     }
 
     /// Reads what [`encode`](Self::encode) wrote. The body shares the bytes' memory.
@@ -151,12 +155,13 @@ impl StoredResponse {
     }
 }
 
-/// Writes what [`Wire`] says, straight from where it is: this is done once for every answer.
+/// Writes what [`Wire`] says, straight from where it is: this is done once for every answer. `None`: a body that is not
+/// kept.
 fn encode(
     status: StatusCode,
     headers: &HeaderMap,
     keeps: impl Fn(&HeaderName) -> bool,
-    body: &StoredBody,
+    body: Option<&[u8]>,
 ) -> Bytes {
     let header = |name: &HeaderName, value: &HeaderValue| {
         field_length(name.as_str().len()) + field_length(value.len())
@@ -165,8 +170,8 @@ fn encode(
     let length_of_headers: usize =
         headers.iter().map(|(name, value)| field_length(header(name, value))).sum();
     let body_length = match body {
-        StoredBody::Kept(body) => field_length(body.len()),
-        StoredBody::NotKept => 2,
+        Some(body) => field_length(body.len()),
+        None => 2,
     };
     // The version, and a status, which takes a tag and at most two bytes.
     let mut bytes = BytesMut::with_capacity(4 + length_of_headers + body_length);
@@ -179,8 +184,8 @@ fn encode(
         put_field(2, value.as_bytes(), &mut bytes);
     }
     match body {
-        StoredBody::Kept(body) => put_field(5, body, &mut bytes),
-        StoredBody::NotKept => prost::encoding::bool::encode(4, &true, &mut bytes),
+        Some(body) => put_field(5, body, &mut bytes),
+        None => prost::encoding::bool::encode(4, &true, &mut bytes),
     }
     bytes.freeze()
 }
@@ -440,7 +445,7 @@ mod tests {
             let (head, ()) = response.into_parts();
             let stored = StoredResponse::new(&head, body.clone(), &HeaderRules::default());
             let rules = HeaderRules::default();
-            let encoded = StoredResponse::encoded(&head, body.clone(), &rules);
+            let encoded = StoredResponse::encoded(&head, &body, &rules);
             prop_assert_eq!(stored.encode(), encoded.clone());
             // As the format's library writes it, to the byte and without a byte too many.
             let headers = stored.headers.iter().map(|(name, value)| WireHeader {

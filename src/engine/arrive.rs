@@ -42,7 +42,7 @@ impl Engine {
     {
         // Not within the future: what it is given would take its room in there to the end.
         let at = Instant::now();
-        let met = match call.policy.wait.is_zero() || self.0.closing.is_cancelled() {
+        let met = match call.policy.wait.is_zero() || self.0.closing.is_given() {
             true => Met::Stranger,
             false => self.0.room.enter(call.storage_key, &call.fingerprints),
         };
@@ -97,7 +97,7 @@ impl Engine {
                 // As long as it runs and holds its lease, the store could only say that it does.
                 woken = seat.wait(at + call.policy.wait) => woken,
                 // After a shutdown has begun nothing is claimed any more. What is left of the lease is for the store to say.
-                () = self.0.closing.cancelled() => {
+                () = self.0.closing.given() => {
                     let conclusion = Conclusion::refused(in_use(RETRY_AFTER_UNAVAILABLE));
                     conclusion.tell(&call, at.elapsed());
                     return conclusion;

@@ -194,7 +194,7 @@ impl Engine {
                     return Claimed::refused(unreadable());
                 }
             };
-            if Instant::now() >= wait_until || self.0.closing.is_cancelled() {
+            if Instant::now() >= wait_until || self.0.closing.is_given() {
                 return Claimed::refused(in_use(remaining));
             }
             if seat.is_none() {
@@ -231,7 +231,7 @@ impl Engine {
                 | Woken::ClaimAgain
                 | Woken::TimedOut => Sat::Claims,
             },
-            () = self.0.closing.cancelled() => Sat::Leaves,
+            () = self.0.closing.given() => Sat::Leaves,
             // Nobody waits for this answer any more, and nothing of ours is running.
             () = call.departure.notified() => Sat::Leaves,
         }

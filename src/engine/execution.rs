@@ -8,8 +8,8 @@ use bytes::Bytes;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use tokio::time::Instant;
-use tokio_util::sync::CancellationToken;
 
+use super::signal::Signal;
 use super::{Call, Engine};
 use crate::checkpoint;
 use crate::config::Policy;
@@ -46,7 +46,7 @@ pub struct Execution(Arc<Inner>);
 struct Inner {
     call: Arc<Call>,
     held: Option<Held>,
-    lost: CancellationToken,
+    lost: Arc<Signal>,
 }
 
 struct Held {
@@ -99,7 +99,7 @@ impl Execution {
         engine: &Engine,
         call: &Arc<Call>,
         lease: &Lease,
-        lost: &CancellationToken,
+        lost: &Arc<Signal>,
     ) -> Self {
         let held = Held {
             engine: engine.clone(),
@@ -108,12 +108,12 @@ impl Execution {
             last: Mutex::new(lease.grant().checkpoint.clone()),
             turn: tokio::sync::Mutex::default(),
         };
-        Self(Arc::new(Inner { call: Arc::clone(call), held: Some(held), lost: lost.clone() }))
+        Self(Arc::new(Inner { call: Arc::clone(call), held: Some(held), lost: Arc::clone(lost) }))
     }
 
     pub(super) fn unprotected(call: &Arc<Call>) -> Self {
-        let lost = CancellationToken::new();
-        lost.cancel();
+        let lost = Arc::new(Signal::default());
+        lost.give();
         Self(Arc::new(Inner { call: Arc::clone(call), held: None, lost }))
     }
 
@@ -128,7 +128,7 @@ impl Execution {
     pub(super) fn abandon(&self) -> Option<(&Lease, &Policy, Verdict)> {
         let held = self.0.held.as_ref()?;
         let verdict = self.verdict();
-        self.0.lost.cancel();
+        self.0.lost.give();
         Some((&held.lease, &self.0.call.policy, verdict))
     }
 
@@ -241,7 +241,7 @@ impl Execution {
                 Ok(())
             }
             Ok(RenewOutcome::Lost | RenewOutcome::Unreadable) => {
-                self.0.lost.cancel();
+                self.0.lost.give();
                 Err(CheckpointError::LeaseLost)
             }
             Err(error) => Err(CheckpointError::Unconfirmed(error)),
@@ -265,13 +265,13 @@ impl Execution {
     /// # Cancel safety
     /// Dropping the future has no effect; the next one completes as well.
     pub async fn lease_lost(&self) {
-        self.0.lost.cancelled().await;
+        self.0.lost.given().await;
     }
 
     /// True once the lease of this run is lost.
     #[must_use]
     pub fn is_lease_lost(&self) -> bool {
-        self.0.lost.is_cancelled()
+        self.0.lost.is_given()
     }
 }
 

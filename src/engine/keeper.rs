@@ -8,9 +8,9 @@ use std::time::Duration;
 
 use futures_util::FutureExt as _;
 use tokio::time::{Instant, sleep_until};
-use tokio_util::sync::CancellationToken;
 
 use super::Engine;
+use super::signal::Signal;
 use super::wait::Owning;
 use crate::config::Policy;
 use crate::record::{RenewOutcome, Renewal};
@@ -32,7 +32,7 @@ pub(super) struct Kept<'a> {
     /// From before the claim was sent, on the monotonic clock: the lease cannot end earlier than
     /// its length after this.
     pub(super) since: Instant,
-    pub(super) lost: &'a CancellationToken,
+    pub(super) lost: &'a Signal,
     pub(super) owning: &'a Owning,
     /// The run is being recorded: that the key is settled is what is wanted then.
     pub(super) settling: &'a AtomicBool,
@@ -49,7 +49,7 @@ impl Kept<'_> {
         tokio::select! {
             biased;
             output = &mut work => return output,
-            kept = keep => if kept.is_err() { self.lost.cancel() },
+            kept = keep => if kept.is_err() { self.lost.give() },
         }
         work.await
     }
@@ -100,8 +100,8 @@ impl Kept<'_> {
     }
 
     fn signal_lost(&self, reason: &'static str) {
-        if !self.lost.is_cancelled() {
-            self.lost.cancel();
+        if !self.lost.is_given() {
+            self.lost.give();
             super::observe::lease_lost();
             tracing::warn!(key = %self.lease.key().in_logs(), reason, "lease lost");
         }

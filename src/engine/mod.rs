@@ -23,6 +23,7 @@ mod quota;
 mod reconcile;
 mod settle;
 mod shadow;
+mod signal;
 #[cfg(test)]
 mod tests;
 mod wait;
@@ -41,7 +42,6 @@ use futures_util::FutureExt as _;
 use futures_util::future::join_all;
 use tokio::sync::Notify;
 use tokio::time::{Instant, timeout};
-use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tracing::{Instrument as _, Span};
 
@@ -67,6 +67,7 @@ use observe::{Gauge, StoreSeries};
 use quota::{Place, Quota};
 use reconcile::Inquiries;
 use settle::Settled;
+use signal::Signal;
 use wait::{Room, Stored};
 
 /// Runs handlers under their keys. Shared by the layers of all routes.
@@ -81,7 +82,7 @@ struct Shared {
     room: Arc<Room>,
     quota: Arc<Quota>,
     tracker: TaskTracker,
-    closing: CancellationToken,
+    closing: Signal,
     running: Mutex<BTreeMap<u64, Running>>,
     next_run: AtomicU64,
     inquiries: Inquiries,
@@ -211,7 +212,7 @@ impl Engine {
             room: Room::new(limits),
             quota: Arc::default(),
             tracker: TaskTracker::new(),
-            closing: CancellationToken::new(),
+            closing: Signal::default(),
             running: Mutex::default(),
             next_run: AtomicU64::new(0),
             inquiries: Inquiries::default(),
@@ -236,7 +237,7 @@ impl Engine {
     /// # Cancel safety
     /// Dropping the future stops the waiting, not the handlers. It may be called again.
     pub async fn drain(&self, grace: Duration) -> Drained {
-        self.0.closing.cancel();
+        self.0.closing.give();
         self.0.tracker.close();
         let finished = timeout(grace, self.0.tracker.wait()).await.is_ok();
         if finished {
@@ -295,7 +296,7 @@ impl Engine {
         F: Future<Output = Ran<T>> + Send + 'static,
         T: Send + 'static,
     {
-        if self.0.closing.is_cancelled() {
+        if self.0.closing.is_given() {
             let rejection = unavailable();
             observe::refused(rejection.kind(), Some(call.storage_key));
             return Err(rejection);
@@ -382,10 +383,11 @@ impl Engine {
         let Held { lease, since, granted, claiming } = held;
         let policy = &call.policy;
         let _in_flight = Gauge::in_flight();
-        let lost = CancellationToken::new();
+        let lost = Arc::new(Signal::default());
         let fingerprint = call.fingerprints.current();
         let until = since + policy.terms.lease;
-        let owning = self.0.room.own(call.storage_key, fingerprint, lost.clone(), until, claiming);
+        let owning =
+            self.0.room.own(call.storage_key, fingerprint, Arc::clone(&lost), until, claiming);
         let since = match self.freshened(&lease, since, granted, policy).await {
             Ok(since) => since,
             Err(rejection) => return Some(Conclusion::Refused(rejection)),
@@ -583,7 +585,7 @@ impl fmt::Debug for Engine {
         f.debug_struct("Engine")
             .field("store", &self.0.store)
             .field("running", &self.running().len())
-            .field("closing", &self.0.closing.is_cancelled())
+            .field("closing", &self.0.closing.is_given())
             .finish_non_exhaustive()
     }
 }

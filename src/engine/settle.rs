@@ -300,12 +300,12 @@ impl Engine {
             let mut settled = engine.settle(&lease, &settle, &policy, within).await;
             drop(recording);
             for (time, pause) in AGAIN.into_iter().enumerate() {
-                if settled != Settled::Released || (time > 0 && engine.0.closing.is_cancelled()) {
+                if settled != Settled::Released || (time > 0 && engine.0.closing.is_given()) {
                     return;
                 }
                 tokio::select! {
                     () = sleep(pause) => {}
-                    () = engine.0.closing.cancelled(), if time > 0 => {}
+                    () = engine.0.closing.given(), if time > 0 => {}
                 }
                 settled = engine.settle(&lease, &settle, &policy, within).await;
             }

@@ -15,8 +15,8 @@ use std::time::Duration;
 use bytes::Bytes;
 use tokio::sync::{Notify, Semaphore};
 use tokio::time::{Instant, sleep, sleep_until};
-use tokio_util::sync::CancellationToken;
 
+use super::signal::Signal;
 use crate::by_digest::DigestMap;
 use crate::fingerprint::{Comparison, Fingerprint, Fingerprints};
 use crate::scope::StorageKey;
@@ -69,7 +69,7 @@ struct Entry {
 struct Running {
     fingerprint: Fingerprint,
     /// Its lease is lost: by now the store may know of another one.
-    lost: CancellationToken,
+    lost: Arc<Signal>,
     /// Until then it has its lease, by the clock of this process.
     until: Instant,
 }
@@ -77,7 +77,7 @@ struct Running {
 /// The end of a twin in this process, or of its claim if that gave it nothing to run.
 #[derive(Debug, Default)]
 struct Settlement {
-    ended: CancellationToken,
+    ended: Signal,
     /// What came of it, so that those who wait for just that need not ask the store again. Unset: they have to.
     end: OnceLock<Woken>,
 }
@@ -198,7 +198,7 @@ impl Room {
         let mut keys = self.lock();
         let entry = keys.by_key.entry(key).or_default();
         let same = |print| fingerprints.compare(print) == Comparison::Same;
-        let holds = |run: &Running| !run.lost.is_cancelled() && Instant::now() < run.until;
+        let holds = |run: &Running| !run.lost.is_given() && Instant::now() < run.until;
         let twin = match (&entry.running, entry.claiming) {
             (Some(running), _) => same(running.fingerprint) && holds(running),
             (None, Some(claiming)) => same(claiming),
@@ -224,7 +224,7 @@ impl Room {
         self: &Arc<Self>,
         key: StorageKey,
         fingerprint: Fingerprint,
-        lost: CancellationToken,
+        lost: Arc<Signal>,
         until: Instant,
         claiming: Option<Claiming>,
     ) -> Owning {
@@ -303,7 +303,7 @@ impl Owning {
 
 impl Settlement {
     async fn end(&self) -> Woken {
-        self.ended.cancelled().await;
+        self.ended.given().await;
         self.end.get().cloned().unwrap_or(Woken::ClaimAgain)
     }
 }
@@ -340,7 +340,7 @@ impl Entry {
                 // It is made by waiters and taken by the first end after that, so nothing is in it.
                 let _ = settled.end.set(end);
             }
-            settled.ended.cancel();
+            settled.ended.give();
         }
     }
 }
@@ -464,7 +464,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn the_end_of_a_twin_in_this_process_wakes_all_waiters_at_once() {
         let room = Room::new(WaitLimits::default());
-        let owning = room.own(KEY, print(), CancellationToken::new(), soon(), None);
+        let owning = room.own(KEY, print(), Arc::default(), soon(), None);
         let start = Instant::now();
         let waiters: Vec<_> = (0..50)
             .map(|_| {

@@ -140,8 +140,7 @@ where
                     // How the body is framed is made anew from the bytes, here and in every
                     // replay; and no trailers are left that could be announced.
                     remove(&mut head.headers, &[CONTENT_LENGTH, TRANSFER_ENCODING, TRAILER]);
-                    let response =
-                        StoredResponse::encoded(&head, bytes.clone(), &config.header_rules);
+                    let response = StoredResponse::encoded(&head, &bytes, &config.header_rules);
                     let settle = Settle::Complete { response, writes };
                     ran(settle, head, ResponseBody::full(bytes), advised)
                 }

@@ -1,11 +1,12 @@
 //! The response body: passed through, buffered, or begun in a buffer and passed through after it.
 
 use std::collections::VecDeque;
-use std::pin::{Pin, pin};
+use std::pin::Pin;
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use bytes::{Buf, Bytes, BytesMut};
+use futures_util::poll;
 use http_body::{Body, Frame, SizeHint};
 use http_body_util::BodyExt as _;
 use tokio::time::sleep;
@@ -115,14 +116,21 @@ pub(crate) async fn read<B: Body>(body: B, limit: usize, within: Duration) -> Re
         return Read::Part(VecDeque::new(), Box::pin(body));
     }
     let mut body = Box::pin(body);
-    let mut slow = pin!(sleep(within));
+    let mut slow = None;
     // Most bodies are one frame, which needs no queue.
     let (mut first, mut frames, mut length) = (Bytes::new(), VecDeque::new(), 0_usize);
     loop {
-        let frame = tokio::select! {
-            biased;
-            frame = body.frame() => frame,
-            () = &mut slow => return Read::Part(queued(first, frames), body),
+        // Most answers are there as soon as they are asked for: no clock is needed for them.
+        let frame = match poll!(body.frame()) {
+            Poll::Ready(frame) => frame,
+            Poll::Pending => {
+                let slow = slow.get_or_insert_with(|| Box::pin(sleep(within)));
+                tokio::select! {
+                    biased;
+                    frame = body.frame() => frame,
+                    () = slow => return Read::Part(queued(first, frames), body),
+                }
+            }
         };
         match frame {
             None if frames.is_empty() => return Read::Whole(first),

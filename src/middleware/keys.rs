@@ -24,7 +24,7 @@ pub(super) fn in_headers(
         if lines.next().is_some() {
             return Err(KeyError::Repeated);
         }
-        let key = IdempotencyKey::parse(line.as_bytes(), config.key_syntax)?;
+        let key = IdempotencyKey::of_header(line, config.key_syntax)?;
         if found.as_ref().is_some_and(|other| *other != key) {
             return Err(KeyError::Repeated);
         }

@@ -9,7 +9,7 @@ use std::task::{Context, Poll};
 use std::time::Duration;
 
 use bytes::{Buf as _, BufMut as _, Bytes, BytesMut};
-use futures_util::FutureExt as _;
+use futures_util::{FutureExt as _, poll};
 use http::request::Parts;
 use http::{HeaderValue, Request, Response, StatusCode};
 use http_body::Body;
@@ -289,7 +289,13 @@ where
     if body.size_hint().lower() > limit as u64 {
         return Err(too_large);
     }
-    match timeout(config.request_timeout, gather(Limited::new(body, limit))).await {
+    let mut gathered = pin!(gather(Limited::new(body, limit)));
+    // Most bodies have come with their head: no clock is needed for them.
+    let gathered = match poll!(gathered.as_mut()) {
+        Poll::Ready(gathered) => Ok(gathered),
+        Poll::Pending => timeout(config.request_timeout, gathered).await,
+    };
+    match gathered {
         Ok(Ok(bytes)) => Ok(bytes),
         Ok(Err(error)) if is_length_limit(&*error) => Err(too_large),
         Ok(Err(_)) | Err(_) => Err(RejectionKind::RequestIncomplete),
