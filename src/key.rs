@@ -160,19 +160,17 @@ impl IdempotencyKey {
             }
             (Some(_), KeySyntax::QuotedOnly) => Err(KeyError::QuotesRequired),
             (Some(_), KeySyntax::BareOrQuoted) => {
-                let text = std::str::from_utf8(value).map_err(|_| KeyError::BareCharacter)?;
-                if !text.bytes().all(is_bare) {
+                if !all_bare(value) {
                     return Err(KeyError::BareCharacter);
                 }
-                Self::checked(text)
+                Self::checked(std::str::from_utf8(value).map_err(|_| KeyError::BareCharacter)?)
             }
         }
     }
 
     /// Reads the value of a header, as [`parse`](Self::parse) does. What comes bare is not copied.
     pub(crate) fn of_header(value: &HeaderValue, syntax: KeySyntax) -> Result<Self, KeyError> {
-        let is_whole =
-            syntax == KeySyntax::BareOrQuoted && value.as_bytes().iter().copied().all(is_bare);
+        let is_whole = syntax == KeySyntax::BareOrQuoted && all_bare(value.as_bytes());
         match is_whole {
             true => Self::within_limits(value.len()).map(|()| Self(value.clone())),
             false => Self::parse(value.as_bytes(), syntax),
@@ -207,7 +205,7 @@ impl IdempotencyKey {
     /// Never: every key is printable ASCII.
     #[must_use]
     pub fn to_header_value(&self) -> HeaderValue {
-        if self.0.as_bytes().iter().copied().all(is_bare) {
+        if all_bare(self.0.as_bytes()) {
             return self.0.clone();
         }
         let escaped = self.as_str().replace('\\', r"\\").replace('"', r#"\""#);
@@ -216,8 +214,23 @@ impl IdempotencyKey {
 }
 
 /// Bare keys may hold what needs no quoting and cannot be taken for a list, a parameter or an escape.
-fn is_bare(byte: u8) -> bool {
+const fn is_bare(byte: u8) -> bool {
     byte.is_ascii_graphic() && !matches!(byte, b'"' | b'\\' | b',' | b';')
+}
+
+/// [`is_bare`] of each byte: every key is looked through when it comes and when it is echoed.
+const BARE: [bool; 256] = {
+    let mut table = [false; 256];
+    let mut byte = 0;
+    while byte < table.len() {
+        table[byte] = is_bare(byte as u8);
+        byte += 1;
+    }
+    table
+};
+
+fn all_bare(bytes: &[u8]) -> bool {
+    bytes.iter().all(|byte| BARE[usize::from(*byte)])
 }
 
 impl fmt::Debug for IdempotencyKey {

@@ -1,5 +1,6 @@
 //! What the engine tells of its work: one event and one count per outcome. Never a key, never a body.
 
+use std::borrow::Cow;
 use std::time::Duration;
 
 use metrics::{Key, Label, Level, Metadata};
@@ -16,19 +17,39 @@ use crate::store::Lease;
 static METADATA: Metadata<'static> =
     Metadata::new(module_path!(), Level::INFO, Some(module_path!()));
 
-/// Counts one more of an outcome, without making up a name for it each time.
-macro_rules! count {
+/// The name of a series that every request has to do with, made once and not each time.
+macro_rules! named {
+    ($series:expr) => {{
+        static KEY: Key = Key::from_static_name($series);
+        &KEY
+    }};
+    ($series:expr, $outcome:literal) => {{
+        static LABELS: [Label; 1] = [Label::from_static_parts("outcome", $outcome)];
+        static KEY: Key = Key::from_static_parts($series, &LABELS);
+        &KEY
+    }};
+}
+
+/// The name of a series of one outcome; of these it is made once.
+macro_rules! of_outcome {
     ($series:expr, $outcome:expr, [$($known:literal)+]) => {
         match $outcome {
-            $($known => {
-                static LABELS: [Label; 1] = [Label::from_static_parts("outcome", $known)];
-                static KEY: Key = Key::from_static_parts($series, &LABELS);
-                metrics::with_recorder(|recorder| recorder.register_counter(&KEY, &METADATA))
-                    .increment(1);
-            })+
-            other => metrics::counter!($series, "outcome" => other).increment(1),
+            $($known => Cow::Borrowed(named!($series, $known)),)+
+            other => Cow::Owned(Key::from_parts($series, vec![Label::new("outcome", other)])),
         }
     };
+}
+
+fn counter(key: &Key) -> metrics::Counter {
+    metrics::with_recorder(|recorder| recorder.register_counter(key, &METADATA))
+}
+
+fn gauge(key: &Key) -> metrics::Gauge {
+    metrics::with_recorder(|recorder| recorder.register_gauge(key, &METADATA))
+}
+
+fn histogram(key: &Key) -> metrics::Histogram {
+    metrics::with_recorder(|recorder| recorder.register_histogram(key, &METADATA))
 }
 
 /// What became of a request that the layer looked at.
@@ -247,18 +268,10 @@ pub(super) fn concluded(kind: &RejectionKind, key: StorageKey, elapsed: Duration
 
 fn ended(outcome: &'static str, elapsed: Duration) {
     Span::current().record("outcome", outcome);
-    count!(REQUESTS, outcome, ["executed" "replayed" "in_use" "mismatch"]);
-    let elapsed = elapsed.as_secs_f64();
-    match outcome {
-        "executed" => {
-            metrics::histogram!(REQUEST_DURATION, "outcome" => "executed").record(elapsed)
-        }
-        "replayed" => {
-            metrics::histogram!(REQUEST_DURATION, "outcome" => "replayed").record(elapsed)
-        }
-        "in_use" => metrics::histogram!(REQUEST_DURATION, "outcome" => "in_use").record(elapsed),
-        other => metrics::histogram!(REQUEST_DURATION, "outcome" => other).record(elapsed),
-    }
+    let requests = of_outcome!(REQUESTS, outcome, ["executed" "replayed" "in_use" "mismatch"]);
+    counter(&requests).increment(1);
+    let duration = of_outcome!(REQUEST_DURATION, outcome, ["executed" "replayed" "in_use"]);
+    histogram(&duration).record(elapsed.as_secs_f64());
 }
 
 /// Counts and logs the refusal of a request that did not come as far as its claim.
@@ -391,8 +404,7 @@ impl StoreSeries {
         let duration = self.durations.iter().find(|(name, _)| *name == verb);
         debug_assert!(duration.is_some(), "{verb} is not among the verbs");
         if let Some((_, key)) = duration {
-            metrics::with_recorder(|recorder| recorder.register_histogram(key, &METADATA))
-                .record(elapsed.as_secs_f64());
+            histogram(key).record(elapsed.as_secs_f64());
         }
         self.failed(verb, error);
     }
@@ -422,32 +434,33 @@ pub(super) fn claimed(outcome: &ClaimOutcome<Lease>) {
         ClaimOutcome::Indeterminate(_) => "indeterminate",
         ClaimOutcome::Unreadable => "unreadable",
     };
-    count!(CLAIMS, outcome, ["acquired" "in_flight" "completed" "mismatch"]);
+    let claims = of_outcome!(CLAIMS, outcome, ["acquired" "in_flight" "completed" "mismatch"]);
+    counter(&claims).increment(1);
 }
 
 /// For how long the oldest handler has been running, if there is one.
 pub(super) fn oldest(age: Option<Duration>) {
-    metrics::gauge!(OLDEST_IN_FLIGHT).set(age.unwrap_or_default().as_secs_f64());
+    gauge(named!(OLDEST_IN_FLIGHT)).set(age.unwrap_or_default().as_secs_f64());
 }
 
 /// Counts one up while it lives.
 #[derive(Debug)]
-pub(super) struct Gauge(&'static str);
+pub(super) struct Gauge(&'static Key);
 
 impl Gauge {
     pub(super) fn in_flight() -> Self {
-        Self::up(IN_FLIGHT)
+        Self::up(named!(IN_FLIGHT))
     }
 
-    fn up(name: &'static str) -> Self {
-        metrics::gauge!(name).increment(1.0);
+    fn up(name: &'static Key) -> Self {
+        gauge(name).increment(1.0);
         Self(name)
     }
 }
 
 impl Drop for Gauge {
     fn drop(&mut self) {
-        metrics::gauge!(self.0).decrement(1.0);
+        gauge(self.0).decrement(1.0);
     }
 }
 
@@ -460,7 +473,7 @@ pub(super) struct Waiting {
 
 impl Waiting {
     pub(super) fn begin() -> Self {
-        Self { _gauge: Gauge::up(WAITING), since: Instant::now() }
+        Self { _gauge: Gauge::up(named!(WAITING)), since: Instant::now() }
     }
 }
 

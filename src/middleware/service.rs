@@ -250,7 +250,7 @@ where
         let asker =
             config.replay_guard.as_ref().map(|guard| Box::new((guard.clone(), parts.clone())));
         let mut handler =
-            Handler { ready: Some(ready), parts: Some(parts), body, config: Arc::clone(&config) };
+            Handler { input: Some((ready, parts)), body, config: Arc::clone(&config) };
         let conclusion = engine.execute(call, move |run| handler.start(run)).await;
         let mut response = match conclusion {
             Conclusion::Ran(answer, Seen::RolledBack) => answer.into_undone(&config)?,
@@ -345,8 +345,7 @@ pub(super) fn fingerprints(config: &Config, parts: &Parts, body: &Bytes) -> Fing
 
 /// The handler with its input, startable again where the store may roll everything back.
 struct Handler<S> {
-    ready: Option<S>,
-    parts: Option<Parts>,
+    input: Option<(S, Parts)>,
     body: Bytes,
     config: Arc<Config>,
 }
@@ -367,14 +366,12 @@ impl<S> Handler<S> {
     {
         let Run { execution, attachments, may_repeat } = run;
         // A second start finds no instance that is ready, so it makes one ready.
-        let service = self.ready.take();
-        let parts = self.parts.take();
-        let (mut service, mut parts) = service
-            .zip(parts)
+        let (mut service, mut parts) = self
+            .input
+            .take()
             .expect("input is kept for as long as the engine may start the handler again");
         if may_repeat {
-            self.ready = Some(service.clone());
-            self.parts = Some(parts.clone());
+            self.input = Some((service.clone(), parts.clone()));
         }
         let (body, config) = (self.body.clone(), Arc::clone(&self.config));
         async move {
