@@ -1,6 +1,7 @@
 //! The memory store: one process, nothing survives it. For tests, examples and single-node services
 //! whose retries never outlive a restart.
 
+use std::collections::hash_map::Entry::{Occupied, Vacant};
 use std::collections::{BTreeSet, VecDeque};
 use std::fmt;
 use std::future::ready;
@@ -204,16 +205,27 @@ impl Records {
     }
 
     fn put(&mut self, key: StorageKey, record: Record, expires: Expires) {
-        let old = self.take(key);
-        let expires = match (expires, old) {
-            (Expires::At(at), _) => at,
-            (Expires::AsBefore, Some(old)) => old.expires,
+        match (self.by_key.entry(key), expires) {
+            (Occupied(slot), expires) => {
+                let slot = slot.into_mut();
+                self.bytes = self.bytes - weight(&slot.record) + weight(&record);
+                slot.record = record;
+                if let Expires::At(at) = expires
+                    && at != slot.expires
+                {
+                    self.by_expiry.remove(&(slot.expires, key));
+                    self.by_expiry.insert((at, key));
+                    slot.expires = at;
+                }
+            }
+            (Vacant(place), Expires::At(at)) => {
+                self.bytes += weight(&record);
+                self.by_expiry.insert((at, key));
+                place.insert(Slot { record, expires: at });
+            }
             // The protocol asks for this only where there is a record.
-            (Expires::AsBefore, None) => return,
-        };
-        self.bytes += weight(&record);
-        self.by_expiry.insert((expires, key));
-        self.by_key.insert(key, Slot { record, expires });
+            (Vacant(_), Expires::AsBefore) => {}
+        }
     }
 
     fn sweep(&mut self, now: Millis, at_most: usize) {
