@@ -7,6 +7,7 @@
 mod support;
 
 use std::collections::HashMap;
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
@@ -280,6 +281,69 @@ async fn c20_a_shard_that_is_down_takes_only_its_own_keys_with_it() {
     let error = store.claim(key_in(&last), &claim()).await.unwrap_err();
     assert_eq!(error.kind(), StoreErrorKind::Unavailable, "{error:?}");
     assert!(cluster.nodes[2].cli(&["info", "errorstats"]).contains("errorstat_CLUSTERDOWN"));
+}
+
+/// An address outlives its server. Another Redis that gets the one of a dead master would run everything anew that was
+/// done there.
+async fn the_dead_masters_address_is_taken_by(options: &[&str], its_keys_come_back: bool) {
+    let mut cluster = RedisCluster::start(3, 1);
+    let store = connect(&cluster, 0).await;
+    let first: Vec<usize> = (0..5_000).collect();
+    let last: Vec<usize> = (11_000..16_000).collect();
+    let mut done = Vec::new();
+    for _ in 0..20 {
+        let key = key_in(&first);
+        let lease = granted(&store, key).await;
+        let stored = store.complete(&lease, &completion(b"paid")).await.unwrap();
+        assert_eq!(stored, CompleteOutcome::Stored);
+        done.push(key);
+    }
+    cluster.nodes[0].wait_for_replicas(1);
+    let port = cluster.nodes[0].port();
+    cluster.nodes[0].kill();
+    if its_keys_come_back {
+        // While it still follows that address, it would copy what is there.
+        let replica = &cluster.nodes[3];
+        replica.wait_until("its replica takes over", &["role"], |said| said.starts_with("master"));
+    }
+    let stranger = RedisServer::start_on_one_of(|| port, Path::new("redis-server"), options);
+    if !options.is_empty() {
+        stranger.cli(&["cluster", "addslotsrange", "0", "16383"]);
+    }
+    let ends = Instant::now() + SECONDS;
+    let (mut told, mut rounds) = (0, 0);
+    while !done.is_empty() && (its_keys_come_back || told == 0 || rounds < 20) {
+        assert!(Instant::now() < ends, "{told} times told what is wrong, left {done:?}");
+        let mut left = Vec::new();
+        for key in done {
+            match store.claim(key, &claim()).await {
+                Ok(ClaimOutcome::Completed(_)) => {}
+                Ok(other) => panic!("done, and given again: {other:?}"),
+                Err(error) => {
+                    told += usize::from(format!("{error:?}").contains("is not of the cluster"));
+                    may_be_sent_again(&error).await;
+                    left.push(key);
+                }
+            }
+        }
+        (done, rounds) = (left, rounds + 1);
+        // Others are not disturbed.
+        drop(granted(&store, key_in(&last)).await);
+    }
+    assert!(told > 0, "nobody says what is wrong with the server that is there");
+    assert_eq!(done.is_empty(), its_keys_come_back);
+    assert_eq!(stranger.cli(&["dbsize"]), "0", "nothing is written there");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_server_that_has_the_address_of_a_dead_master_is_not_believed() {
+    the_dead_masters_address_is_taken_by(&[], true).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_node_of_another_cluster_that_has_the_address_of_a_dead_master_is_not_believed() {
+    // The others take it for the dead one, and put nobody in its place.
+    the_dead_masters_address_is_taken_by(&["--cluster-enabled", "yes"], false).await;
 }
 
 #[tokio::test]

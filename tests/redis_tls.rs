@@ -80,6 +80,8 @@ async fn a_tls_server_is_reached_once_the_program_has_chosen_a_provider() {
     is_a_mistake(Some(papers.authority()), &url, &["certificate of ours", "client_tls"]).await;
     let strangers = TlsCertificates { client_tls: other.both().client_tls, ..papers.authority() };
     is_a_mistake(Some(strangers), &url, &["certificate of ours", "client_tls"]).await;
+    papers.sign("client", "DNS:client", "-1");
+    is_a_mistake(Some(papers.both()), &url, &["CertificateExpired", "client_tls"]).await;
     let nonsense =
         TlsCertificates { client_tls: None, root_cert: Some(b"no certificate".to_vec()) };
     is_a_mistake(Some(nonsense), &url, &["PEM"]).await;

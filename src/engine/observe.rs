@@ -308,7 +308,7 @@ pub(super) fn unrecorded(key: StorageKey, what: Unrecorded) {
     let reference = key.in_logs();
     match what {
         Unrecorded::Answer => tracing::warn!(
-            %reference, "an answer was made and not recorded when the grace of a shutdown was over: retries will be told that its outcome is unknown, or run again"
+            %reference, "an answer was made, and the store had not confirmed it when the grace of a shutdown was over: if it never got it, retries will be told that the outcome is unknown, or run again"
         ),
         Unrecorded::End => tracing::warn!(
             %reference, "a key was not given back when the grace of a shutdown was over: retries may be told that its outcome is unknown"

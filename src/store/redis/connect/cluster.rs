@@ -14,6 +14,7 @@ use ::redis::{Cmd, ConnectionInfo, RedisError, Value};
 use tokio::time::{Instant, sleep, timeout};
 
 use super::address::{moved, place_of};
+use super::kin::{self, Kin};
 use super::{Dialer, Failure, Message, Node, TooLong, Urgency};
 use crate::error::StoreErrorKind;
 use crate::store::redis::call::{Answer, Call};
@@ -44,6 +45,7 @@ struct Inner {
     connect_timeout: Duration,
     call_timeout: Duration,
     seeds: Vec<Arc<Member>>,
+    kin: Arc<Kin>,
     map: Mutex<Map>,
     looking: AtomicBool,
     next_to_ask: AtomicUsize,
@@ -79,6 +81,11 @@ enum Lost {
     TooManyRedirections,
     #[error("the node's reply about the slots of the cluster cannot be read")]
     UnreadableMap,
+    #[error(
+        "the node is not of the cluster any more that this program is connected to: it knows none of its nodes; if the \
+         cluster was made anew, start the program again"
+    )]
+    Stranger,
 }
 
 /// As it is displayed: programs whose `main` returns an error print it like this.
@@ -96,9 +103,10 @@ impl Cluster {
         call_timeout: Duration,
     ) -> Result<Self, Failure> {
         let template = seeds.first().cloned().ok_or_else(|| not_sent(Lost::NoOwner))?;
+        let kin = Arc::<Kin>::default();
         let member = |seed: &ConnectionInfo| {
             let (host, port) = place_of(seed).unwrap_or(("", 0));
-            let dialer = Dialer::new(seed.clone(), connect_timeout);
+            let dialer = Dialer::of_a_cluster(seed.clone(), &kin, connect_timeout);
             let node =
                 Node::lazy(dialer.map_err(|error| Failure::NotSent(error.into()))?, call_timeout);
             Ok(((host.to_owned(), port), Arc::new(Member { host: host.to_owned(), node })))
@@ -109,6 +117,7 @@ impl Cluster {
             connect_timeout,
             call_timeout,
             seeds: members.iter().map(|(_, member)| Arc::clone(member)).collect(),
+            kin,
             map: Mutex::new(Map {
                 members: members.into_iter().collect(),
                 owners: vec![None; SLOTS],
@@ -297,7 +306,7 @@ impl Cluster {
             return Ok(Arc::clone(member));
         }
         let info = moved(&self.0.template, host, port);
-        let dialer = Dialer::new(info, self.0.connect_timeout);
+        let dialer = Dialer::of_a_cluster(info, &self.0.kin, self.0.connect_timeout);
         let dialer = dialer.map_err(|error| Failure::NotSent(error.into()))?;
         let node = Node::lazy(dialer, self.0.call_timeout);
         let member = Arc::new(Member { host: host.to_owned(), node });
@@ -324,8 +333,7 @@ impl Cluster {
     /// Asks one node after another who has which slots, until one answers; each time beginning with
     /// another one, since one that is cut off from the rest would tell old tales.
     async fn look(&self) -> Result<(), Failure> {
-        let mut question = Cmd::new();
-        question.arg("CLUSTER").arg("SLOTS");
+        let question = kin::slots();
         let mut members: Vec<_> = self.lock().members.values().cloned().collect();
         let first = self.0.next_to_ask.fetch_add(1, Ordering::Relaxed) % members.len().max(1);
         members.rotate_left(first);
@@ -334,10 +342,19 @@ impl Cluster {
         for member in members {
             match member.node.run(Message::Question(&question), Urgency::Urgent).await {
                 Ok(answer) => match ranges(&answer.value, &member.host) {
-                    Some(ranges) if !ranges.is_empty() => return self.learn(&ranges),
-                    Some(_) => {
+                    Some(ranges) if ranges.is_empty() => {
                         failure = not_sent(Lost::NoSlots);
                         answered = true;
+                    }
+                    // It was made a node of another cluster, over a connection from before.
+                    Some(_) if !self.0.kin.know(&answer.value) => {
+                        failure = not_sent(Lost::Stranger);
+                        answered = true;
+                    }
+                    Some(ranges) => {
+                        self.learn(&ranges)?;
+                        self.0.kin.are(&answer.value);
+                        return Ok(());
                     }
                     None => failure = not_sent(Lost::UnreadableMap),
                 },

@@ -8,6 +8,7 @@ use ::redis::io::tcp::TcpSettings;
 use ::redis::{AsyncConnectionConfig, Client, Cmd, ConnectionInfo, RedisResult};
 use tokio::time::timeout;
 
+use super::kin::Kin;
 use super::link::Line;
 use super::reasons::{of_no_line, of_no_password};
 use super::sentinel::Sentinels;
@@ -32,6 +33,7 @@ pub(in crate::store::redis) struct Dialer {
 
 enum To {
     One(Client),
+    Member(Client, Arc<Kin>),
     Primary(Sentinels),
 }
 
@@ -42,6 +44,16 @@ impl Dialer {
         connect_timeout: Duration,
     ) -> RedisResult<Self> {
         Ok(Self::to(To::One(Client::open(tuned(info))?), connect_timeout))
+    }
+
+    /// A dialer for a node of a cluster.
+    pub(super) fn of_a_cluster(
+        info: ConnectionInfo,
+        kin: &Arc<Kin>,
+        connect_timeout: Duration,
+    ) -> RedisResult<Self> {
+        let to = To::Member(Client::open(tuned(info))?, Arc::clone(kin));
+        Ok(Self::to(to, connect_timeout))
     }
 
     /// A dialer for whatever is the primary at that moment.
@@ -79,6 +91,11 @@ impl Dialer {
         match &self.to {
             To::One(client) => {
                 let line = open(client, &self.config, self.connect_timeout).await?;
+                Ok((line, self.era()))
+            }
+            To::Member(client, kin) => {
+                let mut line = open(client, &self.config, self.connect_timeout).await?;
+                kin.recognise(&mut line, client, self.connect_timeout).await?;
                 Ok((line, self.era()))
             }
             To::Primary(sentinels) => {

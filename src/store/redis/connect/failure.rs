@@ -102,6 +102,11 @@ pub(in crate::store::redis) enum DialError {
     UnknownMaster { name: Box<str>, known: Vec<String> },
     #[error("{}", reasons::unreached(.place, .error))]
     Unreached { place: Box<str>, error: RedisError },
+    #[error(
+        "the server at {place} is not of the cluster that this program is connected to ({reason}): another one has its \
+         address now; if the cluster was made anew, start the program again"
+    )]
+    Stranger { place: Box<str>, reason: Box<str> },
     #[error("no TLS with {place} ({reason}): {advice}")]
     Certificate { place: Box<str>, reason: Box<str>, advice: &'static str },
     #[error("{place} refuses database {database} ({reason}): {advice}")]
@@ -129,6 +134,8 @@ impl DialError {
         match self.redis() {
             Some(error) if is_answer(error) => refusal(error),
             Some(_) => StoreErrorKind::Unavailable,
+            // Another node takes its slots over, or it gets its address back.
+            None if matches!(self, Self::Stranger { .. }) => StoreErrorKind::Unavailable,
             None => StoreErrorKind::Backend,
         }
     }
@@ -143,6 +150,7 @@ impl DialError {
             | Self::Select { .. }
             | Self::PoolSelect { .. }
             | Self::Certificate { .. }
+            | Self::Stranger { .. }
             | Self::SentinelLogin { .. }
             | Self::NotASentinel { .. }
             | Self::UnknownMaster { .. } => None,

@@ -9,6 +9,7 @@ mod cluster;
 mod dial;
 mod failure;
 mod follow;
+mod kin;
 mod lanes;
 mod link;
 mod node;

@@ -101,9 +101,18 @@ fn of_certificates(error: &RedisError) -> Option<&'static str> {
              `RedisStore::builder().tls(TlsCertificates { root_cert, .. })`"
         });
     }
-    let refused = ["CertificateRequired", "certificate required", "BadCertificate", "UnknownCA"];
+    let refused = [
+        "CertificateRequired",
+        "certificate required",
+        "BadCertificate",
+        "UnknownCA",
+        "CertificateExpired",
+        "CertificateRevoked",
+        "CertificateUnknown",
+        "UnsupportedCertificate",
+    ];
     said.contains("fatal alert").then_some(()).filter(|()| has(&refused)).map(|()| {
-        "the server wants to see a certificate of ours that it trusts: give it one, \
+        "the server wants to see a certificate of ours that it trusts and that is not over: give it one, \
          `RedisStore::builder().tls(TlsCertificates { client_tls, .. })`"
     })
 }
