@@ -15,6 +15,7 @@ use std::time::{Duration, Instant};
 use futures_util::StreamExt as _;
 use support::groups::{RedisCluster, slot_of};
 use support::load::Load;
+use support::log::Log;
 use support::redis::RedisServer;
 use support::store::{
     CALL_TIMEOUT, claim, completion, granted, is_replay, may_be_sent_again, name_of, new_key, works,
@@ -360,6 +361,22 @@ async fn c19_scripts_forgotten_by_every_node_under_load_disturb_nobody() {
     println!("{report:?}");
     assert!(cluster.errors("NOSCRIPT") > 0);
     assert_eq!((report.unknown, report.refusals), (0, 0), "{report:?}");
+}
+
+#[tokio::test]
+async fn a_cluster_that_is_gone_is_told_of_once_and_not_with_every_look() {
+    let (log, _guard) = Log::install(tracing::Level::INFO);
+    let mut cluster = RedisCluster::start(3, 0);
+    let store = connect(&cluster, 0).await;
+    works(&store).await;
+    cluster.nodes.iter_mut().for_each(RedisServer::kill);
+    let (mut said, begun) = (String::new(), Instant::now());
+    // So many looks, one each tenth of a second at most.
+    while begun.elapsed() < Duration::from_secs(2) {
+        may_be_sent_again(&store.claim(new_key(), &claim()).await.unwrap_err()).await;
+        said += &log.take();
+    }
+    assert_eq!(said.matches("says who has which slots").count(), 1, "{said}");
 }
 
 #[tokio::test]

@@ -189,6 +189,17 @@ async fn dead_and_ignorant_sentinels_are_outvoted() {
     assert!(begun.elapsed() < Duration::from_secs(5), "{:?}", begun.elapsed());
 }
 
+/// Each new connection asks all Sentinels, and a silent one may take longer than a call may.
+#[tokio::test]
+async fn a_start_that_waits_for_replicas_has_the_time_that_silent_sentinels_take() {
+    let group = SentinelGroup::start(2);
+    group.sentinels[..2].iter().for_each(RedisServer::stop);
+    let answer_of_a_sentinel = CALL_TIMEOUT + Duration::from_secs(1);
+    let builder = RedisStore::builder().call_timeout(CALL_TIMEOUT).wait(2);
+    let builder = builder.connect_timeout(answer_of_a_sentinel * 2);
+    works(&builder.connect(&group.url()).await.unwrap()).await;
+}
+
 #[tokio::test]
 async fn passwords_of_servers_and_of_sentinels_are_two_things() {
     let group = SentinelGroup::start(1);

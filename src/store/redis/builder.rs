@@ -200,7 +200,7 @@ impl RedisStoreBuilder {
                 return Ok(Connections::Cluster(cluster));
             }
         };
-        let node = Node::connect(dialer.map_err(no_dialer)?, self.call_timeout);
+        let node = Node::connect(dialer.map_err(no_dialer)?, self.call_timeout, self.wait > 0);
         Ok(Connections::Node(node.await.map_err(|error| Failure::NotSent(error.into()))?))
     }
 

@@ -31,6 +31,9 @@ const TRY_AGAIN_AFTER: Duration = Duration::from_millis(20);
 /// The least time between two looks at the map, however many calls fail. A failover takes seconds.
 const BETWEEN_LOOKS: Duration = Duration::from_millis(100);
 
+/// How often the log says that no node tells who has which slots, while that is so.
+const TOLD_AGAIN_AFTER: Duration = Duration::from_secs(10);
+
 /// How many names are tried for one that falls to each node. A node with a single slot is missed once in three
 /// thousand times, and one with a hundredth of them never.
 const MARKS_TRIED: usize = 8 * SLOTS;
@@ -48,6 +51,8 @@ struct Inner {
     kin: Arc<Kin>,
     map: Mutex<Map>,
     looking: AtomicBool,
+    /// When the log was told last that no node answers; none once one does.
+    told: Mutex<Option<Instant>>,
     next_to_ask: AtomicUsize,
 }
 
@@ -123,6 +128,7 @@ impl Cluster {
                 owners: vec![None; SLOTS],
             }),
             looking: AtomicBool::new(false),
+            told: Mutex::default(),
             next_to_ask: AtomicUsize::new(0),
         }));
         let deadline = Instant::now() + connect_timeout;
@@ -322,12 +328,23 @@ impl Cluster {
         let this = self.clone();
         // Nobody joins it: it ends within the time limits of the nodes it asks.
         tokio::spawn(async move {
-            if let Err(failure) = this.look().await {
-                tracing::warn!(cause = %failure.into_cause(), "no node of the cluster says who has which slots");
-            }
+            this.tell(this.look().await);
             sleep(BETWEEN_LOOKS).await;
             this.0.looking.store(false, Ordering::Release);
         });
+    }
+
+    fn tell(&self, looked: Result<(), Failure>) {
+        // Nothing that can panic runs while it is locked.
+        let mut told = self.0.told.lock().unwrap_or_else(PoisonError::into_inner);
+        let Err(failure) = looked else {
+            *told = None;
+            return;
+        };
+        if told.is_none_or(|at| at.elapsed() >= TOLD_AGAIN_AFTER) {
+            *told = Some(Instant::now());
+            tracing::warn!(cause = %failure.into_cause(), "no node of the cluster says who has which slots");
+        }
     }
 
     /// Asks one node after another who has which slots, until one answers; each time beginning with

@@ -11,7 +11,7 @@ use tokio::sync::Semaphore;
 use tokio::time::timeout;
 
 use super::shared::Shared;
-use super::{Dialer, Failure, Message, TooLong, Urgency};
+use super::{DialError, Dialer, Failure, Message, TooLong, Urgency};
 use crate::store::redis::call::Answer;
 
 /// The most connections, and so the most calls that wait at once. With replicas a millisecond away
@@ -41,6 +41,18 @@ impl Lanes {
         }
     }
 
+    /// Connects the first one.
+    pub(super) async fn begin(&self) -> Result<(), DialError> {
+        let lane = self.lazy();
+        lane.begin().await?;
+        self.idle().push(lane);
+        Ok(())
+    }
+
+    fn lazy(&self) -> Shared {
+        Shared::lazy(Arc::clone(&self.dialer), self.call_timeout)
+    }
+
     /// Sends a message on a connection of its own.
     ///
     /// # Cancel safety
@@ -62,8 +74,7 @@ impl Lanes {
             return Err(Failure::NotSent(TooLong::Lane(self.call_timeout).into()));
         };
         let lane = self.idle().pop();
-        let lane =
-            lane.unwrap_or_else(|| Shared::lazy(Arc::clone(&self.dialer), self.call_timeout));
+        let lane = lane.unwrap_or_else(|| self.lazy());
         let result = lane.run(message).await;
         if !matches!(result, Err(Failure::NoAnswer(_))) {
             self.idle().push(lane);

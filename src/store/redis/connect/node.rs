@@ -14,13 +14,19 @@ pub(in crate::store::redis) struct Node {
 }
 
 impl Node {
-    /// Connects, so that an address where nobody is shows at the start of the program.
+    /// Connects, so that an address where nobody is shows at the start of the program. `waits`: there will be calls that
+    /// wait for replicas.
     pub(in crate::store::redis) async fn connect(
         dialer: Dialer,
         call_timeout: Duration,
+        waits: bool,
     ) -> Result<Self, DialError> {
         let node = Self::lazy(dialer, call_timeout);
         node.shared.begin().await?;
+        if waits {
+            // Silent Sentinels hold a connection up for longer than a call has time for.
+            node.lanes.begin().await?;
+        }
         Ok(node)
     }
 
