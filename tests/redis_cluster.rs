@@ -364,6 +364,20 @@ async fn c19_scripts_forgotten_by_every_node_under_load_disturb_nobody() {
 }
 
 #[tokio::test]
+async fn a_right_that_the_user_lacks_on_one_node_is_told_as_that() {
+    let cluster = RedisCluster::start(3, 0);
+    for (number, node) in cluster.nodes.iter().enumerate() {
+        let right = if number == 1 { "-cluster" } else { "+cluster" };
+        node.cli(&["acl", "setuser", "pay", "on", ">right", "~*", "+@all", right]);
+    }
+    let url = format!("redis+cluster://pay:right@127.0.0.1:{}", cluster.nodes[0].port());
+    let error = RedisStore::connect(&url).await.unwrap_err();
+    let said = format!("{error} {error:?}");
+    assert_eq!(error.kind(), StoreErrorKind::Backend, "{said}");
+    assert!(said.contains("cluster|slots") && !said.contains("is not of the cluster"), "{said}");
+}
+
+#[tokio::test]
 async fn a_cluster_that_is_gone_is_told_of_once_and_not_with_every_look() {
     let (log, _guard) = Log::install(tracing::Level::INFO);
     let mut cluster = RedisCluster::start(3, 0);

@@ -58,6 +58,8 @@ impl Kin {
         match timeout(within, Message::Question(&question).send(line)).await {
             Ok(Ok(answer)) if self.know(&answer.value) => Ok(()),
             Ok(Ok(_)) => Err(stranger("it knows none of the cluster's nodes")),
+            // It may be one of them: what is to be changed is the user's rights there.
+            Ok(Err(Failure::Refused(error))) if error.code() == Some("NOPERM") => Err(error.into()),
             // As a server that is in no cluster does; whatever it refuses, it is not known.
             Ok(Err(Failure::Refused(error))) => Err(stranger(&error.to_string())),
             Ok(Err(Failure::NotSent(cause) | Failure::NoAnswer(cause))) => Err(failed(cause)),
