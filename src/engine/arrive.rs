@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use tokio::time::Instant;
 
-use super::claim::{Before, is_for, seated};
+use super::claim::{Before, Seated, is_for};
 use super::wait::{Met, Seat, Woken};
 use super::{Attendance, Call, Conclusion, Engine, RETRY_AFTER_UNAVAILABLE, Ran, Run, in_use};
 use crate::error::{Rejection, RejectionKind};
@@ -90,12 +90,12 @@ impl Engine {
         F: Future<Output = Ran<T>> + Send + 'static,
         T: Send + 'static,
     {
-        let (mut seat, waiting) = seated(seat, &call.policy);
+        let mut seated = Seated::on(seat, &call.policy);
         let before = loop {
             let woken = tokio::select! {
                 biased;
                 // As long as it runs and holds its lease, the store could only say that it does.
-                woken = seat.wait(at + call.policy.wait) => woken,
+                woken = seated.seat.wait(at + call.policy.wait) => woken,
                 // After a shutdown has begun nothing is claimed any more. What is left of the lease is for the store to say.
                 () = self.0.closing.given() => {
                     let conclusion = Conclusion::refused(in_use(RETRY_AFTER_UNAVAILABLE));
@@ -111,16 +111,17 @@ impl Engine {
                 }
                 // One of those who waited claims, and the others wait for that one.
                 Woken::Ended => {
+                    let Seated { seat, _waiting } = seated;
                     drop(seat);
                     match self.0.room.enter(call.storage_key, &call.fingerprints) {
-                        Met::Twin(next) => seat = next,
+                        Met::Twin(seat) => seated = Seated { seat, _waiting },
                         Met::Nobody(claiming) => break Before::First(claiming, Instant::now()),
                         Met::Stranger => break Before::Nothing,
                     }
                 }
-                Woken::Elsewhere => break Before::Elsewhere(seat, waiting),
+                Woken::Elsewhere => break Before::Elsewhere(seated),
                 Woken::Stored(_) | Woken::ClaimAgain | Woken::TimedOut => {
-                    break Before::Waited(seat, waiting);
+                    break Before::Waited(seated);
                 }
             }
         };

@@ -3,7 +3,8 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use super::{Settle, observe};
+use super::observe;
+use super::settle::Entry;
 use crate::scope::StorageKey;
 
 /// What is recorded in the background at the moment.
@@ -33,10 +34,10 @@ pub(super) struct Recording {
 }
 
 impl Behind {
-    pub(super) fn begin(self: &Arc<Self>, key: StorageKey, settle: &Settle) -> Recording {
-        let what = match settle {
-            Settle::Complete { .. } => Unrecorded::Answer,
-            Settle::Release(_) => Unrecorded::End,
+    pub(super) fn begin(self: &Arc<Self>, key: StorageKey, entry: &Entry) -> Recording {
+        let what = match entry {
+            Entry::Complete(_) => Unrecorded::Answer,
+            Entry::Release(_) => Unrecorded::End,
         };
         let mut behind = self.lock();
         let id = behind.next;

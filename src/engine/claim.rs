@@ -16,7 +16,7 @@ use crate::fingerprint::Comparison;
 use crate::mistakes::{Mistake, made};
 use crate::record::{Claim, ClaimOutcome, Unsettled};
 use crate::scope::StorageKey;
-use crate::store::Lease;
+use crate::store::{Lease, StoreFuture};
 use crate::token::HolderId;
 
 /// A claim that the store certainly refused is sent this often: a restart or a dropped connection
@@ -35,9 +35,49 @@ pub(super) enum Before {
     /// Nobody had the key here at that moment: others wait for what comes of the claim.
     First(Claiming, Instant),
     /// It waited for a twin of this process, which did not answer it, and keeps its seat.
-    Waited(Seat, Waiting),
+    Waited(Seated),
     /// So it did, and that one was told that the same request runs elsewhere.
-    Elsewhere(Seat, Waiting),
+    Elsewhere(Seated),
+}
+
+/// A seat that is taken, counted.
+pub(super) struct Seated {
+    pub(super) seat: Seat,
+    pub(super) _waiting: Waiting,
+}
+
+impl Seated {
+    pub(super) fn on(seat: Seat, policy: &Policy) -> Self {
+        if policy.enforcement == Enforcement::Shadow {
+            observe::shadow_waits();
+        }
+        Self { seat, _waiting: Waiting::begin() }
+    }
+}
+
+impl Before {
+    fn seat(&mut self) -> Option<&mut Seat> {
+        match self {
+            Self::Waited(seated) | Self::Elsewhere(seated) => Some(&mut seated.seat),
+            Self::Nothing | Self::First(..) => None,
+        }
+    }
+
+    /// Its seat, if it is to wait before it claims. That is asked once.
+    fn seat_elsewhere(&mut self) -> Option<&mut Seat> {
+        let Self::Elsewhere(..) = self else { return None };
+        if let Self::Elsewhere(seated) = std::mem::take(self) {
+            *self = Self::Waited(seated);
+        }
+        self.seat()
+    }
+
+    /// Whoever waits for what comes of this claim, which is told once.
+    fn take_claiming(&mut self) -> Option<Claiming> {
+        let Self::First(..) = self else { return None };
+        let Self::First(claiming, _) = std::mem::take(self) else { return None };
+        Some(claiming)
+    }
 }
 
 /// A lease, when it was asked for, and when it came.
@@ -49,20 +89,19 @@ pub(super) struct Held {
     pub(super) claiming: Option<Claiming>,
 }
 
-/// How claiming ended.
-pub(super) enum Claimed<T> {
-    Lease(Held),
+/// How claiming ended without a lease.
+pub(super) enum Unclaimed<T> {
     StoreDown {
-        claim: Claim,
+        claim: Box<Claim>,
         /// It may have reached the store.
         in_doubt: bool,
     },
     Concluded(Conclusion<T>),
 }
 
-impl<T> Claimed<T> {
-    fn refused(rejection: impl Into<Rejection>) -> Self {
-        Self::Concluded(Conclusion::refused(rejection))
+impl<T> Unclaimed<T> {
+    fn refused<H>(rejection: impl Into<Rejection>) -> Result<H, Self> {
+        Err(Self::Concluded(Conclusion::refused(rejection)))
     }
 }
 
@@ -72,14 +111,6 @@ pub(super) struct Reply<T> {
     pub(super) at: Instant,
     /// A call whose outcome is not known any more may have reached the store.
     pub(super) in_doubt: bool,
-}
-
-/// A seat that is taken, counted.
-pub(super) fn seated(seat: Seat, policy: &Policy) -> (Seat, Waiting) {
-    if policy.enforcement == Enforcement::Shadow {
-        observe::shadow_waits();
-    }
-    (seat, Waiting::begin())
 }
 
 /// True if what a twin stored answers this very request.
@@ -111,7 +142,12 @@ struct Progress {
 
 impl Engine {
     /// Claims the key, waiting for a running twin within the policy's bound from `at` on.
-    pub(super) async fn claim<T>(&self, call: &Call, at: Instant, before: Before) -> Claimed<T> {
+    pub(super) async fn claim<T>(
+        &self,
+        call: &Call,
+        at: Instant,
+        before: &mut Before,
+    ) -> Result<Held, Unclaimed<T>> {
         let policy = &call.policy;
         let claim = Claim {
             holder: HolderId::random(),
@@ -121,41 +157,36 @@ impl Engine {
             effects: policy.effects,
         };
         let wait_until = at + policy.wait;
-        let mut elsewhere = matches!(before, Before::Elsewhere(..));
-        let (mut since, mut seat, mut claiming) = match before {
-            Before::First(claiming, since) => (since, None, Some(claiming)),
-            Before::Waited(seat, waiting) | Before::Elsewhere(seat, waiting) => {
-                (Instant::now(), Some((seat, waiting)), None)
-            }
-            Before::Nothing => (at, None, None),
+        let mut since = match before {
+            Before::First(_, since) => *since,
+            Before::Waited(..) | Before::Elsewhere(..) => Instant::now(),
+            Before::Nothing => at,
         };
         let mut progress = Progress { found: None, inquiries: 0 };
         let mut in_doubt = false;
         loop {
-            if std::mem::take(&mut elsewhere)
-                && let Some((seat, _)) = &mut seat
-            {
-                match self.sit(call, seat, wait_until).await {
+            if let Some(seat) = before.seat_elsewhere() {
+                match Box::pin(self.sit(call, seat, wait_until)).await {
                     Sat::Claims => {}
-                    Sat::Answered(conclusion) => return Claimed::Concluded(conclusion),
+                    Sat::Answered(conclusion) => return Err(Unclaimed::Concluded(conclusion)),
                     // What is left of the lease is for the store to say.
-                    Sat::Leaves => return Claimed::refused(in_use(RETRY_AFTER_UNAVAILABLE)),
+                    Sat::Leaves => return Unclaimed::refused(in_use(RETRY_AFTER_UNAVAILABLE)),
                 }
                 since = Instant::now();
             }
             let Reply { outcome, at: granted, in_doubt: doubtful } =
                 self.claim_surely(call.storage_key, &claim, policy, since).await;
             in_doubt |= doubtful;
-            let claiming = claiming.take();
-            if let (Some((seat, _)), false) =
-                (&seat, matches!(outcome, Ok(ClaimOutcome::InFlight { .. })))
+            let claiming = before.take_claiming();
+            if let (Some(seat), false) =
+                (before.seat(), matches!(outcome, Ok(ClaimOutcome::InFlight { .. })))
             {
                 Seat::wake_others(seat);
             }
             let remaining = match outcome {
-                Err(_) => return Claimed::StoreDown { claim, in_doubt },
+                Err(_) => return Err(Unclaimed::StoreDown { claim: Box::new(claim), in_doubt }),
                 Ok(ClaimOutcome::Acquired(lease)) => {
-                    return Claimed::Lease(Held { lease, since, granted, claiming });
+                    return Ok(Held { lease, since, granted, claiming });
                 }
                 Ok(ClaimOutcome::InFlight { remaining }) => {
                     if let Some(claiming) = claiming.filter(|_| has_one_recipe(call)) {
@@ -172,9 +203,9 @@ impl Engine {
                         Some(found) if found == response => Conclusion::reconciled(response),
                         Some(_) | None => Conclusion::replay(response),
                     };
-                    return Claimed::Concluded(conclusion);
+                    return Err(Unclaimed::Concluded(conclusion));
                 }
-                Ok(ClaimOutcome::Mismatch) => return Claimed::refused(RejectionKind::KeyReused),
+                Ok(ClaimOutcome::Mismatch) => return Unclaimed::refused(RejectionKind::KeyReused),
                 Ok(ClaimOutcome::Indeterminate(unsettled)) => {
                     drop(claiming);
                     match Box::pin(self.inquire(call, unsettled, &mut progress)).await {
@@ -182,7 +213,7 @@ impl Engine {
                             since = Instant::now();
                             continue;
                         }
-                        Err(rejection) => return Claimed::refused(rejection),
+                        Err(rejection) => return Unclaimed::refused(rejection),
                     }
                 }
                 Ok(ClaimOutcome::Unreadable) => {
@@ -191,24 +222,27 @@ impl Engine {
                         store = self.0.store.name(),
                         "a record cannot be read, or was made by a recipe that is not accepted"
                     );
-                    return Claimed::refused(unreadable());
+                    return Unclaimed::refused(unreadable());
                 }
             };
             if Instant::now() >= wait_until || self.0.closing.is_given() {
-                return Claimed::refused(in_use(remaining));
+                return Unclaimed::refused(in_use(remaining));
             }
-            if seat.is_none() {
-                seat = self.0.room.take_seat(call.storage_key).map(|seat| seated(seat, policy));
+            if before.seat().is_none()
+                && let Some(seat) = self.0.room.take_seat(call.storage_key)
+            {
+                *before = Before::Waited(Seated::on(seat, policy));
             }
-            let Some((seat, _)) = &mut seat else {
-                return Claimed::refused(
+            let Some(seat) = before.seat() else {
+                return Unclaimed::refused(
                     Rejection::new(RejectionKind::TooManyWaiting).with_retry_after(remaining),
                 );
             };
-            match self.sit(call, seat, wait_until).await {
+            // In a box, as all that is not a claim: what is rare must not make the future of every request larger.
+            match Box::pin(self.sit(call, seat, wait_until)).await {
                 Sat::Claims => {}
-                Sat::Answered(conclusion) => return Claimed::Concluded(conclusion),
-                Sat::Leaves => return Claimed::refused(in_use(remaining)),
+                Sat::Answered(conclusion) => return Err(Unclaimed::Concluded(conclusion)),
+                Sat::Leaves => return Unclaimed::refused(in_use(remaining)),
             }
             since = Instant::now();
         }
@@ -269,12 +303,12 @@ impl Engine {
         policy: &Policy,
         now: Instant,
     ) -> Reply<ClaimOutcome<Lease>> {
-        let call = async || {
-            let mut claim = *claim;
-            if made(Mistake::FreshHolder) {
-                claim.holder = HolderId::random();
-            }
-            self.0.store.claim(key, &claim).await
+        let call = || match made(Mistake::FreshHolder) {
+            true => Box::pin(async move {
+                let claim = Claim { holder: HolderId::random(), ..*claim };
+                self.0.store.claim(key, &claim).await
+            }),
+            false => self.0.store.claim(key, claim),
         };
         let reply = self.surely("claim", key, policy, now, call).await;
         if let Ok(outcome) = &reply.outcome {
@@ -285,17 +319,14 @@ impl Engine {
 
     /// Makes a call to the store now, and again until its outcome is known, at most for
     /// [`claim_within`](crate::ConfigBuilder::claim_within).
-    pub(super) async fn surely<T, F>(
+    pub(super) async fn surely<'a, T>(
         &self,
         verb: &'static str,
         key: StorageKey,
         policy: &Policy,
         mut now: Instant,
-        call: impl Fn() -> F,
-    ) -> Reply<T>
-    where
-        F: Future<Output = Result<T, StoreError>>,
-    {
+        call: impl Fn() -> StoreFuture<'a, T>,
+    ) -> Reply<T> {
         let deadline = now + policy.claim_within;
         let (mut tries, mut in_doubt, mut before) = (0, false, None);
         loop {

@@ -65,7 +65,8 @@ impl Kept<'_> {
             sleep_until(next).await;
             self.engine.refresh_gauges();
             let sent = Instant::now();
-            match self.engine.renew(self.lease, &renewal, self.policy).await {
+            // In a box: most runs are over before, and it must not make the future of each larger.
+            match Box::pin(self.engine.renew(self.lease, &renewal, self.policy)).await {
                 Ok(RenewOutcome::Renewed) => {
                     since = sent;
                     self.owning.holds_until(since + length);

@@ -52,21 +52,21 @@ use crate::config::{Enforcement, Policy, StoreDown};
 use crate::error::{NoAnswer, Rejection, RejectionKind, StoreError, StoreErrorKind};
 use crate::fingerprint::Fingerprints;
 use crate::key::IdempotencyKey;
-use crate::record::{Claim, Grant, Millis, RenewOutcome, Renewal, Verdict, Writes};
+use crate::record::{Claim, Completion, Grant, Millis, RenewOutcome, Renewal, Verdict, Writes};
 use crate::response::{StoredBody, StoredResponse};
 use crate::scope::{CallerId, DownstreamSeed, Identity, StorageKey};
-use crate::store::{Lease, Store};
+use crate::store::{Lease, Store, StoreFuture};
 use crate::token::{Attempt, Fence};
 use arrive::Arrival;
 use attend::{Attendance, Watched};
 use behind::Behind;
-use claim::{Claimed, Held};
+use claim::{Before, Held, Unclaimed};
 use keeper::Kept;
 pub(crate) use observe::Seen;
 use observe::{Gauge, StoreSeries};
 use quota::{Place, Quota};
 use reconcile::Inquiries;
-use settle::Settled;
+use settle::{Entry, Settled};
 use signal::Signal;
 use wait::{Room, Stored};
 
@@ -148,6 +148,22 @@ pub(crate) enum Settle {
     Complete { response: Bytes, writes: Writes },
     /// No response, but what is known of the effect.
     Release(Verdict),
+}
+
+/// The same without the response: what a run said of itself.
+#[derive(Clone, Copy, Debug)]
+enum Said {
+    Done(Writes),
+    Ended(Verdict),
+}
+
+impl Settle {
+    fn said(&self) -> Said {
+        match self {
+            Self::Complete { writes, .. } => Said::Done(*writes),
+            Self::Release(verdict) => Said::Ended(*verdict),
+        }
+    }
 }
 
 /// How a request ends.
@@ -254,7 +270,8 @@ impl Engine {
                 observe::abandoned(lease.key(), verdict);
             }
             let within = policy.claim_within.min(MARK_WITHIN);
-            self.settle(lease, &Settle::Release(verdict), policy, within).await;
+            let entry = Entry::of(Settle::Release(verdict), policy, false);
+            self.settle(lease, &entry, policy, within).await;
         }))
         .await;
         let unrecorded = self.0.behind.tell();
@@ -321,7 +338,7 @@ impl Engine {
         self,
         call: Arc<Call>,
         mut handler: H,
-        arrival: Arrival,
+        mut arrival: Arrival,
         // The handler counts to its end, not only for as long as its client stays.
         place: Place,
     ) -> impl Future<Output = Conclusion<T>> + Send + use<T, H, F>
@@ -331,34 +348,40 @@ impl Engine {
         T: Send + 'static,
     {
         async move {
-            let _place = place;
-            let Arrival { at, mut before } = arrival;
+            let (_place, at) = (&place, arrival.at);
             for run in 1..=RUNS_MAX {
                 let from = if run == 1 { at } else { Instant::now() };
-                let claimed = self.claim(&call, from, std::mem::take(&mut before)).await;
-                let conclusion = match claimed {
-                    Claimed::Lease(held) => match self.run(&call, held, &mut handler, run).await {
-                        Some(conclusion) => conclusion,
-                        None => continue,
-                    },
-                    Claimed::StoreDown { claim, .. }
-                        if call.policy.store_down == StoreDown::RunUnprotected =>
-                    {
-                        // What is rare must not make the future of every request larger.
-                        Box::pin(self.run_unprotected(&call, claim, &mut handler)).await
+                let claimed = self.claim(&call, from, &mut arrival.before).await;
+                // Whoever has waited waits no more.
+                arrival.before = Before::Nothing;
+                let held = match claimed {
+                    Ok(held) => held,
+                    Err(unclaimed) => {
+                        let conclusion = match unclaimed {
+                            Unclaimed::StoreDown { claim, .. }
+                                if call.policy.store_down == StoreDown::RunUnprotected =>
+                            {
+                                // What is rare must not make the future of every request larger.
+                                Box::pin(self.run_unprotected(&call, &claim, &mut handler)).await
+                            }
+                            Unclaimed::StoreDown { claim, in_doubt } => {
+                                // What the store certainly has not done leaves nothing to free; and under load these
+                                // calls would take the connections that others wait for.
+                                if in_doubt {
+                                    self.give_up(&call, &claim);
+                                }
+                                Conclusion::refused(unavailable())
+                            }
+                            Unclaimed::Concluded(conclusion) => conclusion,
+                        };
+                        conclusion.tell(&call, at.elapsed());
+                        return conclusion;
                     }
-                    Claimed::StoreDown { claim, in_doubt } => {
-                        // What the store certainly has not done leaves nothing to free; and under load these
-                        // calls would take the connections that others wait for.
-                        if in_doubt {
-                            self.give_up(&call, claim);
-                        }
-                        Conclusion::refused(unavailable())
-                    }
-                    Claimed::Concluded(conclusion) => conclusion,
                 };
-                conclusion.tell(&call, at.elapsed());
-                return conclusion;
+                if let Some(conclusion) = self.run(&call, held, &mut handler, run).await {
+                    conclusion.tell(&call, at.elapsed());
+                    return conclusion;
+                }
             }
             let conclusion = Conclusion::refused(unavailable());
             conclusion.tell(&call, at.elapsed());
@@ -368,96 +391,103 @@ impl Engine {
 
     /// Runs the handler under its lease and records what it came to. `None`: the store rolled
     /// everything back, and the whole unit runs again.
-    async fn run<T, H, F>(
-        &self,
-        call: &Arc<Call>,
+    ///
+    /// No async fn: those keep all they are given twice.
+    fn run<'a, T, H, F>(
+        &'a self,
+        call: &'a Arc<Call>,
         held: Held,
-        handler: &mut H,
+        handler: &'a mut H,
         run: u32,
-    ) -> Option<Conclusion<T>>
+    ) -> impl Future<Output = Option<Conclusion<T>>> + Send + use<'a, T, H, F>
     where
         H: FnMut(Run) -> F + Send,
         F: Future<Output = Ran<T>> + Send,
         T: Send,
     {
         let Held { lease, since, granted, claiming } = held;
-        let policy = &call.policy;
-        let _in_flight = Gauge::in_flight();
-        let lost = Arc::new(Signal::default());
-        let fingerprint = call.fingerprints.current();
-        let until = since + policy.terms.lease;
-        let owning =
-            self.0.room.own(call.storage_key, fingerprint, Arc::clone(&lost), until, claiming);
-        let since = match self.freshened(&lease, since, granted, policy).await {
-            Ok(since) => since,
-            Err(rejection) => return Some(Conclusion::Refused(rejection)),
-        };
-        observe::granted(lease.grant());
-        if lease.grant().takeover {
-            observe::takeover();
-        }
-        let execution = Execution::held(self, call, &lease, &lost);
-        let _registered = self.register(&execution, granted);
-        let input = Run {
-            execution: execution.clone(),
-            attachments: lease.attachments().clone(),
-            may_repeat: lease.is_repeatable() && run < RUNS_MAX,
-        };
-        let settling = AtomicBool::new(false);
-        let kept = Kept {
-            engine: self,
-            lease: &lease,
-            policy,
-            since,
-            lost: &lost,
-            owning: &owning,
-            settling: &settling,
-        };
-        // Pinned here, and not handed on: it is large.
-        let work = pin!(async {
-            // The call itself may panic, not only the future it makes.
-            let ran = async { handler(input).await }.instrument(call.span.clone());
-            let ran = AssertUnwindSafe(ran).catch_unwind().await;
-            let settle = match &ran {
-                Ok(ran) => ran.settle.clone(),
-                Err(_) => Settle::Release(execution.verdict()),
+        async move {
+            let policy = &call.policy;
+            let _in_flight = Gauge::in_flight();
+            let lost = Arc::new(Signal::default());
+            let fingerprint = call.fingerprints.current();
+            let until = since + policy.terms.lease;
+            let owning =
+                self.0.room.own(call.storage_key, fingerprint, Arc::clone(&lost), until, claiming);
+            let since = match self.freshened(&lease, since, granted, policy).await {
+                Ok(since) => since,
+                Err(rejection) => return Some(Conclusion::Refused(rejection)),
             };
-            let recorded = settle.clone().after_takeover(policy, lease.grant().takeover);
-            settling.store(true, Ordering::Relaxed);
-            let settled = self.settle(&lease, &recorded, policy, policy.complete_within).await;
-            (ran, settle, recorded, settled)
-        });
-        let (ran, settle, recorded, settled) = kept.during(work).await;
-        match (&settled, &recorded) {
-            (Settled::Stored, Settle::Complete { response, .. }) => {
-                owning.stored(Stored { fingerprint, response: response.clone() });
+            observe::granted(lease.grant());
+            if lease.grant().takeover {
+                observe::takeover();
             }
-            _ => drop(owning),
-        }
-        if settled == Settled::RolledBack && lease.is_repeatable() {
-            return None;
-        }
-        let Ok(Ran { reply, .. }) = ran else {
-            let undone = settled == Settled::Undone;
-            let untouched = matches!(settle, Settle::Release(Verdict::NoEffect));
-            let became = match (undone, untouched) {
-                (true, _) => {
-                    "a handler panicked, and the store rolled back all that it had written: the key is free"
-                }
-                (false, true) => "a handler panicked before its first checkpoint: the key is free",
-                (false, false) => "a handler panicked, and nobody knows what it had done",
+            let execution = Execution::held(self, call, &lease, &lost);
+            let _registered = self.register(&execution, granted);
+            let input = Run {
+                execution: execution.clone(),
+                attachments: lease.attachments().clone(),
+                may_repeat: lease.is_repeatable() && run < RUNS_MAX,
             };
-            tracing::error!(key = %call.storage_key.in_logs(), "{became}");
-            self.settle_later(&lease, recorded, policy, &settled);
-            return Some(Conclusion::refused(match (undone, untouched) {
-                (true, _) => RejectionKind::RolledBack,
-                (false, true) => RejectionKind::HandlerFailedUntouched,
-                (false, false) => RejectionKind::HandlerFailed,
-            }));
-        };
-        let conclusion = Self::conclude(reply, &settle, settled.clone(), policy, &lease);
-        self.settle_later(&lease, recorded, policy, &settled);
-        Some(conclusion)
+            let settling = AtomicBool::new(false);
+            let kept = Kept {
+                engine: self,
+                lease: &lease,
+                policy,
+                since,
+                lost: &lost,
+                owning: &owning,
+                settling: &settling,
+            };
+            // Pinned here, and not handed on: it is large.
+            let work = pin!(async {
+                // The call itself may panic, not only the future it makes.
+                let ran = async { handler(input).await }.instrument(call.span.clone());
+                let (settle, reply) = match AssertUnwindSafe(ran).catch_unwind().await {
+                    Ok(Ran { settle, reply }) => (settle, Some(reply)),
+                    Err(_) => (Settle::Release(execution.verdict()), None),
+                };
+                let (said, takeover) = (settle.said(), lease.grant().takeover);
+                let entry = Entry::of(settle, policy, takeover);
+                settling.store(true, Ordering::Relaxed);
+                let settled = self.settle(&lease, &entry, policy, policy.complete_within).await;
+                (reply, said, entry, settled)
+            });
+            let (reply, said, entry, settled) = kept.during(work).await;
+            match (&settled, entry) {
+                (Settled::Stored, Entry::Complete(Completion { response, .. })) => {
+                    owning.stored(Stored { fingerprint, response });
+                }
+                (Settled::Unconfirmed, entry) => {
+                    drop(owning);
+                    self.settle_in_background(&lease, entry, policy);
+                }
+                _ => drop(owning),
+            }
+            if settled == Settled::RolledBack && lease.is_repeatable() {
+                return None;
+            }
+            let Some(reply) = reply else {
+                let undone = settled == Settled::Undone;
+                let untouched = matches!(said, Said::Ended(Verdict::NoEffect));
+                let became = match (undone, untouched) {
+                    (true, _) => {
+                        "a handler panicked, and the store rolled back all that it had written: the key is free"
+                    }
+                    (false, true) => {
+                        "a handler panicked before its first checkpoint: the key is free"
+                    }
+                    (false, false) => "a handler panicked, and nobody knows what it had done",
+                };
+                tracing::error!(key = %call.storage_key.in_logs(), "{became}");
+                return Some(Conclusion::refused(match (undone, untouched) {
+                    (true, _) => RejectionKind::RolledBack,
+                    (false, true) => RejectionKind::HandlerFailedUntouched,
+                    (false, false) => RejectionKind::HandlerFailed,
+                }));
+            };
+            Some(Self::conclude(reply, said, settled, policy, &lease))
+        }
     }
 
     /// Makes sure that enough of the lease is left to start a handler, after a slow claim.
@@ -483,8 +513,8 @@ impl Engine {
             Ok(RenewOutcome::Lost | RenewOutcome::Unreadable) | Err(_) => {
                 // The handler has not started, so the key can be freed if it is still ours.
                 let settle = Settle::Release(Verdict::NoEffect);
-                let settle = settle.after_takeover(policy, lease.grant().takeover);
-                self.settle_in_background(lease, settle, policy);
+                let entry = Entry::of(settle, policy, lease.grant().takeover);
+                self.settle_in_background(lease, entry, policy);
                 Err(unavailable())
             }
         }
@@ -494,7 +524,7 @@ impl Engine {
     async fn run_unprotected<T, H, F>(
         &self,
         call: &Arc<Call>,
-        claim: Claim,
+        claim: &Claim,
         handler: &mut H,
     ) -> Conclusion<T>
     where
@@ -515,16 +545,17 @@ impl Engine {
                 Conclusion::refused(RejectionKind::HandlerFailed),
             ),
         };
-        self.settle_in_background(&unconfirmed(call, &claim), settle, &call.policy);
+        let entry = Entry::of(settle, &call.policy, false);
+        self.settle_in_background(&unconfirmed(call, claim), entry, &call.policy);
         conclusion
     }
 
     /// Frees a key whose claim may have reached the store although nobody will run.
-    fn give_up(&self, call: &Call, claim: Claim) {
-        let lease = unconfirmed(call, &claim);
+    fn give_up(&self, call: &Call, claim: &Claim) {
+        let lease = unconfirmed(call, claim);
         // Nobody knows what the claim was granted for: it may have been a takeover.
-        let settle = Settle::Release(Verdict::NoEffect).after_takeover(&call.policy, true);
-        self.give_up_in_background(lease, settle, &call.policy);
+        let entry = Entry::of(Settle::Release(Verdict::NoEffect), &call.policy, true);
+        self.give_up_in_background(lease, entry, &call.policy);
     }
 
     async fn renew(
@@ -544,7 +575,7 @@ impl Engine {
         verb: &'static str,
         now: Instant,
         bound: Duration,
-        call: impl Future<Output = Result<T, StoreError>>,
+        call: StoreFuture<'_, T>,
     ) -> (Result<T, StoreError>, Instant) {
         let result = match self.0.store.answers_within() {
             // A second clock for the same wait would cost and say nothing.

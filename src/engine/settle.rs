@@ -7,7 +7,7 @@ use tokio::time::{Instant, sleep};
 use tracing::Instrument as _;
 
 use super::observe::Seen;
-use super::{Conclusion, Engine, Settle, observe, pause, unavailable};
+use super::{Conclusion, Engine, Said, Settle, observe, pause, unavailable};
 use crate::config::{Policy, Recovery};
 use crate::error::{RejectionKind, StoreError, StoreErrorKind};
 use crate::mistakes::{Mistake, made};
@@ -74,18 +74,28 @@ impl Settled {
     }
 }
 
-impl Settle {
-    /// What may be recorded of a run that followed one which may have acted: that nothing happened is
-    /// not for this run to say. The key stays as unknown as it was, so it is not free for another
-    /// request, and the next run is told that it takes over.
-    pub(super) fn after_takeover(self, policy: &Policy, takeover: bool) -> Self {
+/// What the store is sent of a run: made once, however often it is sent.
+#[derive(Clone, Debug)]
+pub(super) enum Entry {
+    Complete(Completion),
+    Release(Release),
+}
+
+impl Entry {
+    /// What may be recorded of a run. That nothing happened is not to be said by one that followed a run which may have
+    /// acted: the key stays as unknown as it was, so it is not free for another request, and the next run is told
+    /// that it takes over.
+    pub(super) fn of(settle: Settle, policy: &Policy, takeover: bool) -> Self {
+        let terms = policy.terms;
         let repeats = policy.recovery.on_expired() == OnExpired::Reexecute;
-        match self {
-            Self::Release(Verdict::NoEffect) if repeats && takeover => {
-                Self::Release(Verdict::Unknown)
+        let verdict = match settle {
+            Settle::Complete { response, writes } => {
+                return Self::Complete(Completion { terms, response, writes });
             }
-            Self::Release(_) | Self::Complete { .. } => self,
-        }
+            Settle::Release(Verdict::NoEffect) if repeats && takeover => Verdict::Unknown,
+            Settle::Release(verdict) => verdict,
+        };
+        Self::Release(Release { terms, verdict })
     }
 }
 
@@ -94,7 +104,7 @@ impl Engine {
     pub(super) async fn settle(
         &self,
         lease: &Lease,
-        settle: &Settle,
+        entry: &Entry,
         policy: &Policy,
         within: Duration,
     ) -> Settled {
@@ -103,14 +113,14 @@ impl Engine {
         let mut tries = 0;
         loop {
             let bound = policy.store_call.min(deadline.saturating_duration_since(now));
-            let error = match self.settle_once(lease, settle, policy, now, bound).await {
+            let error = match self.settle_once(lease, entry, now, bound).await {
                 Ok(settled) => {
                     if within > policy.complete_within {
-                        let what = match settle {
-                            Settle::Complete { .. } => {
+                        let what = match entry {
+                            Entry::Complete(_) => {
                                 "what could not be recorded in time is recorded after all"
                             }
-                            Settle::Release(_) => "what was given up is given up in the store too",
+                            Entry::Release(_) => "what was given up is given up in the store too",
                         };
                         tracing::info!(
                             key = %lease.key().in_logs(), came_to = settled.in_words(), "{what}"
@@ -151,22 +161,18 @@ impl Engine {
     async fn settle_once(
         &self,
         lease: &Lease,
-        settle: &Settle,
-        policy: &Policy,
+        entry: &Entry,
         now: Instant,
         bound: Duration,
     ) -> Result<Settled, StoreError> {
-        match settle {
-            Settle::Complete { response, writes } => {
-                let (response, writes) = (response.clone(), *writes);
-                let completion = Completion { terms: policy.terms, response, writes };
-                let call = self.store().complete(lease, &completion);
+        match entry {
+            Entry::Complete(completion) => {
+                let call = self.store().complete(lease, completion);
                 let outcome = self.timed("complete", now, bound, call).await.0?;
                 Ok(self.completed(lease, outcome))
             }
-            Settle::Release(verdict) => {
-                let release = Release { terms: policy.terms, verdict: *verdict };
-                let call = self.store().release(lease, &release);
+            Entry::Release(release) => {
+                let call = self.store().release(lease, release);
                 match self.timed("release", now, bound, call).await.0? {
                     ReleaseOutcome::Released | ReleaseOutcome::NotHeld => Ok(Settled::Released),
                     ReleaseOutcome::Unreadable => Ok(Settled::Refused),
@@ -206,29 +212,27 @@ impl Engine {
     /// What the client is told after a run, given what could be recorded of it.
     pub(super) fn conclude<T>(
         reply: T,
-        settle: &Settle,
+        said: Said,
         settled: Settled,
         policy: &Policy,
         lease: &Lease,
     ) -> Conclusion<T> {
-        match (settled, settle) {
-            (Settled::Stored | Settled::Released, Settle::Complete { .. }) => {
+        match (settled, said) {
+            (Settled::Stored | Settled::Released, Said::Done(_)) => {
                 Conclusion::Ran(reply, Seen::Executed)
             }
             (
                 Settled::Stored | Settled::Released | Settled::Undone,
-                Settle::Release(Verdict::NoEffect),
+                Said::Ended(Verdict::NoEffect),
             ) => Conclusion::Ran(reply, Seen::Released),
-            (Settled::Stored | Settled::Released, Settle::Release(Verdict::Unknown)) => {
+            (Settled::Stored | Settled::Released, Said::Ended(Verdict::Unknown)) => {
                 Conclusion::Ran(reply, Seen::Unknown)
             }
-            (
-                Settled::Undone,
-                Settle::Complete { writes: Writes::RollBack, .. }
-                | Settle::Release(Verdict::Unknown),
-            ) => Conclusion::Ran(reply, Seen::RolledBack),
+            (Settled::Undone, Said::Done(Writes::RollBack) | Said::Ended(Verdict::Unknown)) => {
+                Conclusion::Ran(reply, Seen::RolledBack)
+            }
             // The handler's answer speaks of writes that are gone.
-            (Settled::Undone, Settle::Complete { writes: Writes::Keep | Writes::Undo, .. }) => {
+            (Settled::Undone, Said::Done(Writes::Keep | Writes::Undo)) => {
                 Conclusion::refused(RejectionKind::RolledBack)
             }
             (Settled::Superseded(response), _) => Conclusion::replay(response),
@@ -239,11 +243,8 @@ impl Engine {
                 Recovery::AtLeastOnce | Recovery::Reconcile(_) => RejectionKind::KeyInUse,
             }),
             // There is no answer that a later run could contradict.
-            (_, Settle::Release(_)) => Conclusion::NotStored(reply),
-            (
-                Settled::Unconfirmed | Settled::Refused | Settled::RolledBack,
-                Settle::Complete { .. },
-            ) => {
+            (_, Said::Ended(_)) => Conclusion::NotStored(reply),
+            (Settled::Unconfirmed | Settled::Refused | Settled::RolledBack, Said::Done(_)) => {
                 match &policy.recovery {
                     // What a store may undo can run again, and may then be answered otherwise.
                     _ if lease.is_repeatable() => Conclusion::refused(unavailable()),
@@ -261,28 +262,14 @@ impl Engine {
         }
     }
 
-    /// Goes on recording in the background if the client had to be answered without it: a late
-    /// answer still settles the key, as long as nobody else holds it.
-    pub(super) fn settle_later(
-        &self,
-        lease: &Lease,
-        settle: Settle,
-        policy: &Policy,
-        settled: &Settled,
-    ) {
-        if *settled == Settled::Unconfirmed {
-            self.settle_in_background(lease, settle, policy);
-        }
-    }
-
-    /// Records in a tracked task, for as long as a lease lasts and for two minutes at least: a record
-    /// whose lease is over takes the word of its last holder still.
-    pub(super) fn settle_in_background(&self, lease: &Lease, settle: Settle, policy: &Policy) {
+    /// Records in a tracked task what could not be recorded in time, for as long as a lease lasts and for two minutes at
+    /// least: a record whose lease is over takes the word of its last holder still, as long as nobody else holds it.
+    pub(super) fn settle_in_background(&self, lease: &Lease, entry: Entry, policy: &Policy) {
         let (engine, lease, policy) = (self.clone(), lease.clone(), policy.clone());
-        let recording = self.0.behind.begin(lease.key(), &settle);
+        let recording = self.0.behind.begin(lease.key(), &entry);
         let task = async move {
             let _recording = recording;
-            engine.settle(&lease, &settle, &policy, in_background(&policy)).await;
+            engine.settle(&lease, &entry, &policy, in_background(&policy)).await;
         };
         self.0.tracker.spawn(task.in_current_span());
     }
@@ -292,12 +279,12 @@ impl Engine {
     /// A server that was frozen reads one line after another when it goes on, and the claim may stand on a
     /// line that is closed by now: it may be done after the release. Or it was done by a server that was a primary
     /// then and is one again. So that is said again; after a shutdown has begun, once.
-    pub(super) fn give_up_in_background(&self, lease: Lease, settle: Settle, policy: &Policy) {
+    pub(super) fn give_up_in_background(&self, lease: Lease, entry: Entry, policy: &Policy) {
         let (engine, policy) = (self.clone(), policy.clone());
-        let recording = self.0.behind.begin(lease.key(), &settle);
+        let recording = self.0.behind.begin(lease.key(), &entry);
         let task = async move {
             let within = in_background(&policy);
-            let mut settled = engine.settle(&lease, &settle, &policy, within).await;
+            let mut settled = engine.settle(&lease, &entry, &policy, within).await;
             drop(recording);
             for (time, pause) in AGAIN.into_iter().enumerate() {
                 if settled != Settled::Released || (time > 0 && engine.0.closing.is_given()) {
@@ -307,7 +294,7 @@ impl Engine {
                     () = sleep(pause) => {}
                     () = engine.0.closing.given(), if time > 0 => {}
                 }
-                settled = engine.settle(&lease, &settle, &policy, within).await;
+                settled = engine.settle(&lease, &entry, &policy, within).await;
             }
         };
         self.0.tracker.spawn(task.in_current_span());
