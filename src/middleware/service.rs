@@ -3,7 +3,7 @@
 use std::error::Error as StdError;
 use std::future::poll_fn;
 use std::panic::AssertUnwindSafe;
-use std::pin::pin;
+use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Duration;
@@ -186,13 +186,15 @@ fn whole_path(parts: &Parts) -> &str {
 ///
 /// The body is read here, in the connection's future: a client that leaves meanwhile leaves no
 /// trace. All that follows runs in a task of the engine.
-///
-/// No async fn: those keep all they are given twice.
+#[expect(
+    clippy::manual_async_fn,
+    reason = "an async fn keeps all it is given twice, and every request has this"
+)]
 fn cover<S, ReqBody, ResBody>(
     engine: Engine,
     config: Arc<Config>,
     asked: Asked,
-    mut ready: S,
+    ready: S,
     parts: Parts,
     body: ReqBody,
 ) -> impl Future<Output = Result<Response<ResponseBody<ResBody>>, S::Error>>
@@ -209,50 +211,28 @@ where
     ResBody::Data: Send,
     ResBody::Error: Send,
 {
-    let Asked { key, caller } = asked;
     async move {
         let body = match read_body(body, &config).await {
             Ok(body) => body,
             Err(kind) => {
-                let id = key.as_ref().zip(caller.as_ref());
-                let id = id.map(|(key, (identity, _))| StorageKey::new(identity, key));
-                return Ok(refused(kind, id, key.as_ref(), &config));
+                let (key, caller) = (asked.key.as_ref(), asked.caller.as_ref());
+                let id = key.zip(caller).map(|(key, (identity, _))| StorageKey::new(identity, key));
+                return Ok(refused(kind, id, key, &config));
             }
         };
-        let fingerprints = fingerprints(&config, &parts, &body);
-        let key = match keys::of_request(key, &config, &parts, &body, &fingerprints) {
-            Ok(Some(key)) => key,
-            Ok(None) if config.missing_key == MissingKey::PassThrough => {
-                observe::passed_through();
-                let response = ready.call(Request::from_parts(parts, ReqBody::from(body))).await?;
-                return Ok(response.map(ResponseBody::passed));
-            }
-            Ok(None) => return Ok(refused(RejectionKind::KeyMissing, None, None, &config)),
-            Err(error) => {
-                return Ok(refused(RejectionKind::KeyInvalid(error), None, None, &config));
-            }
-        };
-        let Some((identity, caller)) = caller else {
-            return Ok(refused(RejectionKind::ScopeMissing, None, Some(&key), &config));
-        };
-        let storage_key = StorageKey::new(&identity, &key);
-        let call = Arc::new(Call {
-            key: key.clone(),
-            storage_key,
-            caller,
-            identity,
-            fingerprints,
-            policy: Arc::clone(&config.policy),
-            span: Span::current(),
-            departure: Notify::new(),
-        });
-        // Only a guard wants to know again who asked.
-        let asker =
-            config.replay_guard.as_ref().map(|guard| Box::new((guard.clone(), parts.clone())));
-        let mut handler =
-            Handler { input: Some((ready, parts)), body, config: Arc::clone(&config) };
-        let conclusion = engine.execute(call, move |run| handler.start(run)).await;
-        let mut response = match conclusion {
+        let (key, storage_key, asker, conclusion) =
+            match open(&engine, &config, asked, ready, parts, body) {
+                Opened::Executes { key, storage_key, asker, conclusion } => {
+                    (key, storage_key, asker, conclusion)
+                }
+                Opened::PassesThrough(response) => {
+                    return Ok(response.await?.map(ResponseBody::passed));
+                }
+                Opened::Refused { kind, key } => {
+                    return Ok(refused(kind, None, key.as_ref(), &config));
+                }
+            };
+        let mut response = match conclusion.await {
             Conclusion::Ran(answer, Seen::RolledBack) => answer.into_undone(&config)?,
             Conclusion::Ran(answer, _) => answer.into_response(&config, storage_key)?,
             Conclusion::NotStored(answer) => with_status(
@@ -276,6 +256,76 @@ where
         echo(&mut response, Some(&key));
         Ok(response)
     }
+}
+
+/// A request whose body is read.
+enum Opened<E, F> {
+    Executes {
+        key: IdempotencyKey,
+        storage_key: StorageKey,
+        /// Only a guard wants to know again who asked.
+        asker: Option<Box<(ReplayGuard, Parts)>>,
+        conclusion: E,
+    },
+    PassesThrough(Pin<Box<F>>),
+    Refused {
+        kind: RejectionKind,
+        key: Option<IdempotencyKey>,
+    },
+}
+
+/// Begins to execute a request that is read. Nothing of what that takes is left in the future of its connection.
+fn open<S, ReqBody, ResBody>(
+    engine: &Engine,
+    config: &Arc<Config>,
+    asked: Asked,
+    mut ready: S,
+    parts: Parts,
+    body: Bytes,
+) -> Opened<
+    impl Future<Output = Conclusion<Answer<ResBody, S::Error>>> + Send + use<S, ReqBody, ResBody>,
+    S::Future,
+>
+where
+    S: Service<Request<ReqBody>, Response = Response<ResBody>> + Clone + Send + 'static,
+    S::Future: Send,
+    S::Error: Send + 'static,
+    ReqBody: Body + From<Bytes> + Send + 'static,
+    ResBody: Body + Send + 'static,
+    ResBody::Data: Send,
+    ResBody::Error: Send,
+{
+    let fingerprints = fingerprints(config, &parts, &body);
+    let key = match keys::of_request(asked.key, config, &parts, &body, &fingerprints) {
+        Ok(Some(key)) => key,
+        Ok(None) if config.missing_key == MissingKey::PassThrough => {
+            observe::passed_through();
+            let request = Request::from_parts(parts, ReqBody::from(body));
+            return Opened::PassesThrough(Box::pin(ready.call(request)));
+        }
+        Ok(None) => return Opened::Refused { kind: RejectionKind::KeyMissing, key: None },
+        Err(error) => {
+            return Opened::Refused { kind: RejectionKind::KeyInvalid(error), key: None };
+        }
+    };
+    let Some((identity, caller)) = asked.caller else {
+        return Opened::Refused { kind: RejectionKind::ScopeMissing, key: Some(key) };
+    };
+    let storage_key = StorageKey::new(&identity, &key);
+    let call = Arc::new(Call {
+        key: key.clone(),
+        storage_key,
+        caller,
+        identity,
+        fingerprints,
+        policy: Arc::clone(&config.policy),
+        span: Span::current(),
+        departure: Notify::new(),
+    });
+    let asker = config.replay_guard.as_ref().map(|guard| Box::new((guard.clone(), parts.clone())));
+    let mut handler = Handler { input: Some((ready, parts)), body, config: Arc::clone(config) };
+    let conclusion = engine.execute(call, move |run| handler.start(run));
+    Opened::Executes { key, storage_key, asker, conclusion }
 }
 
 /// Reads a request body, at most as much and for as long as the configuration says.
