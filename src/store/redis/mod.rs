@@ -197,34 +197,44 @@ impl RedisStore {
         name
     }
 
-    async fn run<T>(&self, verb: Verb<T>, call: &Call) -> Result<T, StoreError> {
-        let fail =
-            |kind, cause: Cause| StoreError::new(kind, NAME, verb.operation).with_source(cause);
-        let mut shortfall = None;
-        let reply = match self.0.connections.run(call, verb.urgency).await {
-            Ok(answer) => {
-                shortfall = call.shortfall(&answer);
-                self.0.replicas.heard(&answer, shortfall.as_ref());
-                Ok(answer.value)
-            }
-            Err(connect::Failure::Refused(error)) => {
-                if connect::is_about_rights(&error) {
-                    self.0.rights_refused.store(true, Ordering::Relaxed);
+    #[expect(
+        clippy::manual_async_fn,
+        reason = "an async fn keeps all it is given twice, and every request has two of these"
+    )]
+    fn run<'a, T: Send + 'a>(
+        &'a self,
+        verb: Verb<T>,
+        call: &'a Call,
+    ) -> impl Future<Output = Result<T, StoreError>> + Send + 'a {
+        async move {
+            let fail =
+                |kind, cause: Cause| StoreError::new(kind, NAME, verb.operation).with_source(cause);
+            let mut shortfall = None;
+            let reply = match self.0.connections.run(call, verb.urgency).await {
+                Ok(answer) => {
+                    shortfall = call.shortfall(&answer);
+                    self.0.replicas.heard(&answer, shortfall.as_ref());
+                    Ok(answer.value)
                 }
-                Err(error)
-            }
-            Err(failure) => return Err(self.failed(verb.operation, failure)),
-        };
-        match script::outcome(reply, verb.unreadable, verb.read) {
-            Ok(Ok(outcome)) => match shortfall {
-                // The write stays where it is, and may or may not survive.
-                Some(shortfall) if (verb.hangs_on_replicas)(&outcome) => {
-                    Err(fail(StoreErrorKind::OutcomeUnknown, shortfall.into()))
+                Err(connect::Failure::Refused(error)) => {
+                    if connect::is_about_rights(&error) {
+                        self.0.rights_refused.store(true, Ordering::Relaxed);
+                    }
+                    Err(error)
                 }
-                Some(_) | None => Ok(outcome),
-            },
-            Ok(Err(bad_reply)) => Err(fail(StoreErrorKind::OutcomeUnknown, bad_reply.into())),
-            Err(error) => Err(self.failed(verb.operation, connect::Failure::Refused(error))),
+                Err(failure) => return Err(self.failed(verb.operation, failure)),
+            };
+            match script::outcome(reply, verb.unreadable, verb.read) {
+                Ok(Ok(outcome)) => match shortfall {
+                    // The write stays where it is, and may or may not survive.
+                    Some(shortfall) if (verb.hangs_on_replicas)(&outcome) => {
+                        Err(fail(StoreErrorKind::OutcomeUnknown, shortfall.into()))
+                    }
+                    Some(_) | None => Ok(outcome),
+                },
+                Ok(Err(bad_reply)) => Err(fail(StoreErrorKind::OutcomeUnknown, bad_reply.into())),
+                Err(error) => Err(self.failed(verb.operation, connect::Failure::Refused(error))),
+            }
         }
     }
 
@@ -288,9 +298,12 @@ impl RedisStore {
         })
     }
 
-    async fn look_plainly(&self, call: &Call) -> Result<Seen, StoreError> {
+    fn look_plainly<'a>(
+        &'a self,
+        call: &'a Call,
+    ) -> impl Future<Output = Result<Seen, StoreError>> + Send + 'a {
         let verb = Verb::new("claim", Urgency::Ordinary, Seen::foreign(), claim::seen);
-        self.run(verb.holding_if(Seen::is_new), call).await
+        self.run(verb.holding_if(Seen::is_new), call)
     }
 
     /// Tries every command again, after one was refused. `None` if all are allowed; else what is there can be replayed
@@ -362,18 +375,20 @@ const ASKED_AT_ONCE: usize = 32;
 
 /// A further call of a claim, which as a whole takes no longer than any other verb. Boxed: what is rare must not
 /// make the future of every claim larger.
-async fn in_time<T>(
+fn in_time<'a, T: 'a>(
     until: Instant,
-    call: impl Future<Output = Result<T, StoreError>> + Send,
-) -> Result<T, StoreError> {
-    let since = Instant::now();
-    Box::pin(timeout_at(until, call)).await.unwrap_or_else(|_| {
-        let unknown = StoreError::new(StoreErrorKind::OutcomeUnknown, NAME, "claim");
-        // A millisecond more than was left, without its fractions.
-        let within = until.saturating_duration_since(since).as_millis() + 1;
-        let within = Duration::from_millis(u64::try_from(within).unwrap_or(u64::MAX));
-        let limit = "at most twice the store's call_timeout";
-        Err(unknown.with_source(NoAnswer { within, limit, holdup: None }))
+    call: impl Future<Output = Result<T, StoreError>> + Send + 'a,
+) -> StoreFuture<'a, T> {
+    Box::pin(async move {
+        let since = Instant::now();
+        timeout_at(until, call).await.unwrap_or_else(|_| {
+            let unknown = StoreError::new(StoreErrorKind::OutcomeUnknown, NAME, "claim");
+            // A millisecond more than was left, without its fractions.
+            let within = until.saturating_duration_since(since).as_millis() + 1;
+            let within = Duration::from_millis(u64::try_from(within).unwrap_or(u64::MAX));
+            let limit = "at most twice the store's call_timeout";
+            Err(unknown.with_source(NoAnswer { within, limit, holdup: None }))
+        })
     })
 }
 

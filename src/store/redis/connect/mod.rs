@@ -41,6 +41,7 @@ pub(super) use failure::{
 pub(super) use node::Node;
 pub(super) use pool::Pooled;
 pub(super) use reasons::{PASSWORD_MISSING, is_about_rights};
+pub(super) use shared::Asked;
 pub(super) use slips::find_slip;
 
 use failure::{NoConnection, TooLong, is_about_login, is_readonly};
@@ -100,13 +101,12 @@ pub(super) enum Connections {
 
 impl Connections {
     /// Runs a script. Takes at most twice the call timeout: once for a connection, once for a reply.
-    pub(super) async fn run(&self, call: &Call, urgency: Urgency) -> Result<Answer, Failure> {
+    pub(super) fn run<'a>(&'a self, call: &'a Call, urgency: Urgency) -> Asked<'a> {
         let message = Message::Script { call, asking: false };
         match self {
-            Self::Node(node) => node.run(message, urgency).await,
-            // Their futures are several times as large, and would make that of every call as large.
-            Self::Pool(pool) => Box::pin(pool.run(message, urgency)).await,
-            Self::Cluster(cluster) => Box::pin(cluster.run(call, urgency)).await,
+            Self::Node(node) => node.run(message, urgency),
+            Self::Pool(pool) => Asked::boxed(pool.run(message, urgency)),
+            Self::Cluster(cluster) => Asked::boxed(cluster.run(call, urgency)),
         }
     }
 

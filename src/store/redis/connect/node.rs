@@ -4,9 +4,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::lanes::Lanes;
-use super::shared::Shared;
-use super::{DialError, Dialer, Failure, Message, Urgency};
-use crate::store::redis::call::Answer;
+use super::shared::{Asked, Shared};
+use super::{DialError, Dialer, Message, Urgency};
 
 pub(in crate::store::redis) struct Node {
     shared: Shared,
@@ -43,16 +42,10 @@ impl Node {
         self.shared.call_timeout()
     }
 
-    pub(super) async fn run(
-        &self,
-        message: Message<'_>,
-        urgency: Urgency,
-    ) -> Result<Answer, Failure> {
-        if message.waits() {
-            // A large future for few calls.
-            Box::pin(self.lanes.run(message, urgency)).await
-        } else {
-            self.shared.run(message).await
+    pub(super) fn run<'a>(&'a self, message: Message<'a>, urgency: Urgency) -> Asked<'a> {
+        match message.waits() {
+            true => Asked::boxed(self.lanes.run(message, urgency)),
+            false => self.shared.run(message),
         }
     }
 }

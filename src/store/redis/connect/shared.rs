@@ -5,19 +5,22 @@
 //! met by a storm.
 
 use std::future::poll_fn;
+use std::pin::Pin;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::task::Poll;
+use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
+use ::redis::Value;
+use futures_util::future::BoxFuture;
 use tokio::sync::watch;
 use tokio::time::{Instant, timeout, timeout_at};
 
 use super::link::{Line, next_way};
 use super::restart::Process;
-use super::wire::{Unheard, Wire};
+use super::wire::{self, Unheard, Wire};
 use super::{DialError, Dialer, Failure, Message, NoConnection, TooLong, is_readonly};
-use crate::store::redis::call::{Answer, Call, Places};
+use crate::store::redis::call::{Answer, Call, Places, Way};
 use crate::store::redis::check::text;
 
 /// How many calls in a row may go unanswered before the connection counts as silent. One is an
@@ -102,40 +105,69 @@ impl Shared {
         Ok(())
     }
 
-    /// Sends a message and waits for its reply.
+    /// Sends a message, now if there is a connection, and waits for its reply.
     ///
     /// # Cancel safety
     /// Replies are matched with calls in order, and the reply of a dropped call is thrown away.
-    pub(super) async fn run(&self, message: Message<'_>) -> Result<Answer, Failure> {
-        // What is rare must not make the future of every call larger.
-        let line = match self.line_at_once()? {
-            Ok(line) => line,
-            Err(dialing) => Box::pin(self.next_line(dialing)).await?,
+    pub(super) fn run<'a>(&'a self, message: Message<'a>) -> Asked<'a> {
+        let line = match self.line_at_once() {
+            Ok(Ok(line)) => line,
+            Ok(Err(dialing)) => {
+                return Asked::boxed(async move {
+                    let line = self.next_line(dialing).await?;
+                    self.run_on_or_again(line, message).await
+                });
+            }
+            Err(failure) => return Asked::Failed(Some(failure)),
         };
-        match self.run_on(&line, message).await {
-            // It had ended before anything was sent, as after a restart of the server.
+        if let (Line::Own(wire), Message::Script { call, asking }) = (&line.line, message) {
+            let (since, way) = (Instant::now(), call.first_way(asking));
+            return match send(call, way, wire, since + self.0.call_timeout) {
+                Ok((answer, places)) => {
+                    let waiting = Waiting { shared: self, line, since, heard: false };
+                    Asked::Sent(Some(Sent { waiting, call, way, places, answer }))
+                }
+                Err(_) if wire.has_ended() => Asked::boxed(self.run_again(line, message)),
+                Err(not_sent) => Asked::Failed(Some(not_sent)),
+            };
+        }
+        Asked::boxed(self.run_on_or_again(line, message))
+    }
+
+    async fn run_on_or_again(
+        &self,
+        line: Arc<Watched>,
+        message: Message<'_>,
+    ) -> Result<Answer, Failure> {
+        match self.run_on(Arc::clone(&line), message).await {
             Err(Failure::NotSent(_)) if line.line.has_ended() => {
-                Box::pin(async {
-                    self.replace(&line, "it has ended");
-                    let line = match self.line_at_once()? {
-                        Ok(line) => line,
-                        Err(dialing) => self.next_line(dialing).await?,
-                    };
-                    self.run_on(&line, message).await
-                })
-                .await
+                self.run_again(line, message).await
             }
             result => result,
         }
     }
 
-    async fn run_on(&self, line: &Arc<Watched>, message: Message<'_>) -> Result<Answer, Failure> {
+    /// The connection had ended before anything was sent, as after a restart of the server.
+    async fn run_again(
+        &self,
+        ended: Arc<Watched>,
+        message: Message<'_>,
+    ) -> Result<Answer, Failure> {
+        self.replace(&ended, "it has ended");
+        let line = match self.line_at_once()? {
+            Ok(line) => line,
+            Err(dialing) => self.next_line(dialing).await?,
+        };
+        self.run_on(line, message).await
+    }
+
+    async fn run_on(&self, line: Arc<Watched>, message: Message<'_>) -> Result<Answer, Failure> {
         let limit = self.0.call_timeout;
-        let waiting = Waiting { shared: self, line, since: Instant::now() };
+        let waiting = Waiting { shared: self, line, since: Instant::now(), heard: false };
         let until = waiting.since + limit;
-        let reply = match (&line.line, message) {
+        let reply = match (&waiting.line.line, message) {
             (Line::Own(wire), Message::Script { call, asking }) => {
-                send(call, asking, wire, until).await
+                send_on(call, call.first_way(asking), wire, until).await
             }
             (line, message) => {
                 let mut line = line.clone();
@@ -144,34 +176,7 @@ impl Shared {
                 sent.await.map_err(|_| Late)
             }
         };
-        if reply.is_ok() {
-            waiting.over();
-        } else {
-            drop(waiting);
-        }
-        let failure = match reply {
-            Ok(Ok(answer)) => {
-                line.answered();
-                // A primary that lost its replicas may be one that its Sentinels have given up.
-                if message.fell_short(&answer) && self.0.dialer.follows() {
-                    self.look_for_primary(line);
-                }
-                return Ok(answer);
-            }
-            Ok(Err(failure)) => failure,
-            Err(Late) => return Err(Failure::NoAnswer(TooLong::Reply(limit).into())),
-        };
-        match &failure {
-            Failure::Refused(error) => {
-                line.answered();
-                if is_readonly(error) {
-                    self.look_for_primary(line);
-                }
-            }
-            Failure::NoAnswer(_) => self.replace(line, "it broke"),
-            Failure::NotSent(_) => {}
-        }
-        Err(failure)
+        waiting.conclude(reply, message)
     }
 
     /// Asks the server who it is, ahead of all calls on this connection, whose writes would make one that came back
@@ -298,29 +303,100 @@ impl Shared {
     }
 }
 
+/// A message on its way.
+///
+/// Nearly all calls go over a connection that is there, and every request has two of them. So that way is no future of
+/// futures, and whatever else may happen is in a box.
+#[must_use = "futures do nothing unless polled"]
+pub(in crate::store::redis) enum Asked<'a> {
+    Sent(Option<Sent<'a>>),
+    Else(BoxFuture<'a, Result<Answer, Failure>>),
+    Failed(Option<Failure>),
+}
+
+/// A call that was sent over a connection of our own.
+pub(in crate::store::redis) struct Sent<'a> {
+    waiting: Waiting<'a>,
+    call: &'a Call,
+    way: Way,
+    places: Places,
+    answer: wire::Answer,
+}
+
+impl<'a> Asked<'a> {
+    pub(super) fn boxed(asked: impl Future<Output = Result<Answer, Failure>> + Send + 'a) -> Self {
+        Self::Else(Box::pin(asked))
+    }
+}
+
+const DONE: &str = "a future is not polled after it is done";
+
+impl Future for Asked<'_> {
+    type Output = Result<Answer, Failure>;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        let this = &mut *self;
+        let sent = match this {
+            Self::Sent(sent) => sent,
+            Self::Else(asked) => return asked.as_mut().poll(cx),
+            Self::Failed(failure) => return Poll::Ready(Err(failure.take().expect(DONE))),
+        };
+        let reply = ready!(Pin::new(&mut sent.as_mut().expect(DONE).answer).poll(cx));
+        let Sent { waiting, call, way, places, .. } = sent.take().expect(DONE);
+        let message = Message::Script { call, asking: way.asking };
+        let reply = heard(reply, places);
+        let Some(next) = reply.as_ref().ok().and_then(|result| next_way(call, way, result)) else {
+            return Poll::Ready(waiting.conclude(reply, message));
+        };
+        *this = Self::boxed(async move {
+            let until = waiting.since + waiting.shared.0.call_timeout;
+            let reply = match &waiting.line.line {
+                Line::Own(wire) => send_on(call, next, wire, until).await,
+                Line::Library(_) => reply,
+            };
+            waiting.conclude(reply, message)
+        });
+        Pin::new(this).poll(cx)
+    }
+}
+
 /// There was no reply in time.
 struct Late;
 
-/// Sends a call over a connection of our own. There is no future within a future here: every
-/// request has two of these.
-async fn send(
+/// Sends a call over a connection of our own.
+fn send(
     call: &Call,
-    asking: bool,
+    way: Way,
+    wire: &Wire,
+    until: Instant,
+) -> Result<(wire::Answer, Places), Failure> {
+    let mut places = Places::default();
+    let answer = wire.ask(Some(until), |out| places = call.write(way, out));
+    let answer = answer.map_err(|not_taken| Failure::NotSent(not_taken.into()))?;
+    Ok((answer, places))
+}
+
+fn heard(reply: Result<Value, Unheard>, places: Places) -> Result<Result<Answer, Failure>, Late> {
+    match reply {
+        Ok(reply) => Ok(places.answer(reply).map_err(Failure::Refused)),
+        Err(Unheard::Late) => Err(Late),
+        Err(Unheard::Lost(error)) => Ok(Err(Failure::of_reply(error))),
+    }
+}
+
+/// Sends it in this way, and in others if it has to be.
+async fn send_on(
+    call: &Call,
+    mut way: Way,
     wire: &Wire,
     until: Instant,
 ) -> Result<Result<Answer, Failure>, Late> {
-    let mut way = call.first_way(asking);
     loop {
-        let mut places = Places::default();
-        let answer = match wire.ask(Some(until), |out| places = call.write(way, out)) {
-            Ok(answer) => answer,
-            Err(not_taken) => return Ok(Err(Failure::NotSent(not_taken.into()))),
+        let (answer, places) = match send(call, way, wire, until) {
+            Ok(sent) => sent,
+            Err(not_sent) => return Ok(Err(not_sent)),
         };
-        let result = match answer.await {
-            Ok(reply) => places.answer(reply).map_err(Failure::Refused),
-            Err(Unheard::Late) => return Err(Late),
-            Err(Unheard::Lost(error)) => return Ok(Err(Failure::of_reply(error))),
-        };
+        let result = heard(answer.await, places)?;
         match next_way(call, way, &result) {
             Some(next) => way = next,
             None => return Ok(result),
@@ -332,23 +408,56 @@ async fn send(
 /// of the caller's, the connection has been silent once more.
 struct Waiting<'a> {
     shared: &'a Shared,
-    line: &'a Arc<Watched>,
+    line: Arc<Watched>,
     since: Instant,
+    heard: bool,
 }
 
 impl Waiting<'_> {
-    fn over(self) {
-        std::mem::forget(self);
+    /// What a reply says of its connection, and whether the message was done.
+    fn conclude(
+        mut self,
+        reply: Result<Result<Answer, Failure>, Late>,
+        message: Message<'_>,
+    ) -> Result<Answer, Failure> {
+        self.heard = reply.is_ok();
+        let (shared, line) = (self.shared, &self.line);
+        let failure = match reply {
+            Ok(Ok(answer)) => {
+                line.answered();
+                // A primary that lost its replicas may be one that its Sentinels have given up.
+                if message.fell_short(&answer) && shared.0.dialer.follows() {
+                    shared.look_for_primary(line);
+                }
+                return Ok(answer);
+            }
+            Ok(Err(failure)) => failure,
+            Err(Late) => {
+                return Err(Failure::NoAnswer(TooLong::Reply(shared.0.call_timeout).into()));
+            }
+        };
+        match &failure {
+            Failure::Refused(error) => {
+                line.answered();
+                if is_readonly(error) {
+                    shared.look_for_primary(line);
+                }
+            }
+            Failure::NoAnswer(_) => shared.replace(line, "it broke"),
+            Failure::NotSent(_) => {}
+        }
+        Err(failure)
     }
 }
 
 impl Drop for Waiting<'_> {
     fn drop(&mut self) {
         // A call that was dropped sooner says nothing about the connection.
-        if self.since.elapsed() >= SILENCE
+        if !self.heard
+            && self.since.elapsed() >= SILENCE
             && self.line.unanswered.fetch_add(1, Ordering::Relaxed) + 1 >= SILENT_AFTER
         {
-            self.shared.replace(self.line, "it does not answer");
+            self.shared.replace(&self.line, "it does not answer");
         }
     }
 }
