@@ -119,6 +119,12 @@ impl Counted<'_> {
         self.count += 1;
         self.count - 1
     }
+
+    fn time(&mut self) -> usize {
+        self.out.time();
+        self.count += 1;
+        self.count - 1
+    }
 }
 
 /// Which reply is which.
@@ -356,7 +362,7 @@ impl Call {
             let (key, record) = (&beside.key[..], [self.argument(0), &beside.response]);
             out.words(&[&[b"SET"], &[key], &record, &[b"PX"], &[BESIDE_KEPT]]);
         }
-        let time = self.timed.then(|| out.words(&[&[b"TIME"]]));
+        let time = self.timed.then(|| out.time());
         ask(&mut out);
         let value = out.command(&self.command(way.route, way.name));
         let expiry = self.timed.then(|| {

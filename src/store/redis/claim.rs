@@ -109,8 +109,11 @@ pub(super) fn seen(reply: Value) -> Result<Seen, BadReply> {
     Ok(Seen { now: now(&time).ok_or(BadReply)?, found, expires, unasked })
 }
 
-/// The answer to TIME: seconds, and microseconds of the next one.
+/// The answer to TIME: seconds, and microseconds of the next one; or milliseconds, from a connection of our own.
 pub(super) fn now(time: &Value) -> Option<Millis> {
+    if let Value::Int(millis) = time {
+        return u64::try_from(*millis).ok().map(Millis);
+    }
     let Value::Array(parts) = time else { return None };
     let number = |part: &Value| {
         let Value::BulkString(digits) = part else { return None };
@@ -262,7 +265,15 @@ mod tests {
     }
 
     #[test]
+    fn a_time_comes_as_two_strings_or_as_one_number() {
+        let string = |text: &str| Value::BulkString(text.into());
+        let strings = Value::Array(vec![string("1764457200"), string("000999")]);
+        assert_eq!((now(&strings), now(&Value::Int(1_764_457_200_000))), (Some(NOW), Some(NOW)));
+    }
+
+    #[test]
     fn a_time_that_cannot_be_read_is_no_time() {
+        assert_eq!(now(&Value::Int(-1)), None);
         let time = |parts: &[&str]| {
             now(&Value::Array(
                 parts.iter().map(|part| Value::BulkString(part.as_bytes().to_vec())).collect(),

@@ -3,6 +3,8 @@
 //! Written once, where the command is made, and copied from there to the connection. The library's
 //! commands keep their words apart and put the lengths in when they are sent.
 
+use std::cell::RefCell;
+
 use ::redis::Cmd;
 
 /// Commands that go out in one piece.
@@ -15,6 +17,11 @@ pub(super) trait Commands {
 
     /// Adds a command of a few words, each in pieces.
     fn words(&mut self, words: &[&[&[u8]]]);
+
+    /// Adds TIME. Its answer may come as a number, in milliseconds.
+    fn time(&mut self) {
+        self.words(&[&[b"TIME"]]);
+    }
 }
 
 /// The words of a command.
@@ -24,10 +31,43 @@ pub(super) struct Words {
     count: usize,
 }
 
+/// The size of buffers that are kept, in bytes: that of a command with a small answer in it.
+const KEPT_BYTES: usize = 1_024;
+
+/// How many of them a thread keeps at most: as many as a busy one has under way.
+const KEPT: usize = 64;
+
+thread_local! {
+    /// Buffers of commands that are done. Every request makes two, and has them until it has its reply: of what lives as long
+    /// as that, an allocator's own caches hold too few.
+    static KEPT_BUFFERS: RefCell<Vec<Vec<u8>>> = const { RefCell::new(Vec::new()) };
+}
+
+impl Drop for Words {
+    fn drop(&mut self) {
+        if self.bytes.capacity() != KEPT_BYTES {
+            return;
+        }
+        let mut buffer = std::mem::take(&mut self.bytes);
+        buffer.clear();
+        // A thread that ends keeps nothing any more.
+        let _ = KEPT_BUFFERS.try_with(|kept| {
+            let mut kept = kept.borrow_mut();
+            if kept.len() < KEPT {
+                kept.push(buffer);
+            }
+        });
+    }
+}
+
 impl Words {
     /// Room for so many bytes, lengths included.
     pub(super) fn with_room(bytes: usize) -> Self {
-        Self { bytes: Vec::with_capacity(bytes), count: 0 }
+        if bytes > KEPT_BYTES {
+            return Self { bytes: Vec::with_capacity(bytes), count: 0 };
+        }
+        let kept = KEPT_BUFFERS.try_with(|kept| kept.borrow_mut().pop()).ok().flatten();
+        Self { bytes: kept.unwrap_or_else(|| Vec::with_capacity(KEPT_BYTES)), count: 0 }
     }
 
     /// The words of a command of the library.
@@ -148,6 +188,23 @@ mod tests {
             prop_assert_eq!(Words::of(&of_the_library), command.clone());
             prop_assert_eq!(command.iter().collect::<Vec<_>>(), words);
         }
+    }
+
+    #[test]
+    fn buffers_are_used_again_clean_and_a_thread_keeps_neither_large_ones_nor_many() {
+        let kept = || KEPT_BUFFERS.with_borrow(Vec::len);
+        let mut command = Words::with_room(9);
+        command.word(b"secret");
+        drop(command);
+        assert_eq!(kept(), 1);
+        let again = Words::with_room(KEPT_BYTES);
+        assert_eq!((kept(), again.as_bytes(), again.count()), (0, &b""[..], 0));
+        let mut grown = Words::with_room(9);
+        grown.word(&[7; KEPT_BYTES]);
+        drop((grown, Words::with_room(KEPT_BYTES + 1), Words::default()));
+        assert_eq!(kept(), 0);
+        drop((0..2 * KEPT).map(|_| Words::with_room(9)).collect::<Vec<_>>());
+        assert_eq!(kept(), KEPT);
     }
 
     #[test]

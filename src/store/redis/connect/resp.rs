@@ -19,15 +19,21 @@ const DEEPEST: usize = 8;
 pub(super) struct Out<'a> {
     bytes: &'a mut Vec<u8>,
     count: usize,
+    time: Option<usize>,
 }
 
 impl<'a> Out<'a> {
     pub(super) fn new(bytes: &'a mut Vec<u8>) -> Self {
-        Self { bytes, count: 0 }
+        Self { bytes, count: 0, time: None }
     }
 
     pub(super) fn count(&self) -> usize {
         self.count
+    }
+
+    /// Which of the replies is the time.
+    pub(super) fn time_at(&self) -> Option<usize> {
+        self.time
     }
 }
 
@@ -54,6 +60,11 @@ impl Commands for Out<'_> {
         }
         self.count += 1;
     }
+
+    fn time(&mut self) {
+        self.time = Some(self.count);
+        self.words(&[&[b"TIME"]]);
+    }
 }
 
 /// What came is no reply.
@@ -66,6 +77,21 @@ pub(super) fn reply(bytes: &[u8]) -> Result<Option<(Value, usize)>, Malformed> {
     let mut reading = Reading { bytes, at: 0 };
     let value = reading.value(DEEPEST)?;
     Ok(value.map(|value| (value, reading.at)))
+}
+
+/// The same of an answer to TIME, as a number in milliseconds: a list of two strings is a lot for one.
+pub(super) fn time(bytes: &[u8]) -> Result<Option<(Value, usize)>, Malformed> {
+    let mut reading = Reading { bytes, at: 0 };
+    match reading.line()? {
+        None => return Ok(None),
+        Some(b"*2") => {}
+        Some(_) => return reply(bytes),
+    }
+    let (Some(seconds), Some(micros)) = (reading.digits()?, reading.digits()?) else {
+        return Ok(None);
+    };
+    let millis = seconds.checked_mul(1_000).and_then(|all| all.checked_add(micros / 1_000));
+    Ok(Some((Value::Int(millis.ok_or(Malformed)?), reading.at)))
 }
 
 struct Reading<'a> {
@@ -108,6 +134,15 @@ impl<'a> Reading<'a> {
             },
             _ => return Err(Malformed),
         }))
+    }
+
+    /// A number that is written as a string.
+    fn digits(&mut self) -> Result<Option<i64>, Malformed> {
+        let Some(line) = self.line()? else { return Ok(None) };
+        let (&mark, line) = line.split_first().ok_or(Malformed)?;
+        let length = if mark == b'$' { length(line, LONGEST)? } else { None };
+        let string = self.string(length.ok_or(Malformed)?)?;
+        string.map(integer).transpose()
     }
 
     /// The next line, without its end.
@@ -244,6 +279,28 @@ mod tests {
             let mut again = Vec::new();
             Out::new(&mut again).command(&Words::of(&command));
             prop_assert_eq!(again, bytes);
+        }
+    }
+
+    #[test]
+    fn the_time_is_one_number_and_a_refusal_is_what_it_was() {
+        let said = b"*2\r\n$10\r\n1764457200\r\n$6\r\n012999\r\n";
+        assert_eq!(time(said), Ok(Some((Value::Int(1_764_457_200_012), said.len()))));
+        for cut in 0..said.len() {
+            assert_eq!(time(&said[..cut]), Ok(None), "{cut}");
+        }
+        for other in [&b"-NOPERM no time for you\r\n"[..], b":7\r\n", b"*1\r\n:7\r\n", b"$-1\r\n"] {
+            assert_eq!(time(other), reply(other));
+            assert!(matches!(time(other), Ok(Some(_))));
+        }
+        for no_time in [
+            "*2\r\n:1\r\n:2\r\n",
+            "*2\r\n$-1\r\n$1\r\n1\r\n",
+            "*2\r\n$1\r\nx\r\n$1\r\n1\r\n",
+            "*2\r\n$19\r\n9223372036854775807\r\n$1\r\n1\r\n",
+            "*2\r\n\r\n",
+        ] {
+            assert_eq!(time(no_time.as_bytes()), Err(Malformed), "{no_time:?}");
         }
     }
 

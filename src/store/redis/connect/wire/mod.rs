@@ -64,6 +64,8 @@ struct Next {
 /// A call that waits for its replies.
 struct Waiting {
     missing: usize,
+    /// Which of them is the time.
+    time: Option<usize>,
     values: Vec<Value>,
     /// `None` for a question, whose caller watches its time.
     until: Option<Instant>,
@@ -151,8 +153,8 @@ impl Wire {
         let first = next.bytes.is_empty();
         let mut out = Out::new(&mut next.bytes);
         write(&mut out);
-        let missing = out.count();
-        next.calls.push(Waiting { missing, values: Vec::new(), until, caller: Some(caller) });
+        let (missing, time, values) = (out.count(), out.time_at(), Vec::new());
+        next.calls.push(Waiting { missing, time, values, until, caller: Some(caller) });
         drop(next);
         if first {
             self.queue.waker.wake();
@@ -271,10 +273,16 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
     }
 
     fn hand_out(&mut self) -> Result<(), resp::Malformed> {
-        while let Some((value, length)) = resp::reply(&self.reading[self.from..self.to])? {
-            self.from += length;
-            // A reply that nobody asked for.
+        while self.from < self.to {
+            // Without a call it is a reply that nobody asked for.
             let call = self.waiting.front_mut().ok_or(resp::Malformed)?;
+            let come = &self.reading[self.from..self.to];
+            let reply = match call.time == Some(call.values.len()) {
+                true => resp::time(come)?,
+                false => resp::reply(come)?,
+            };
+            let Some((value, length)) = reply else { return Ok(()) };
+            self.from += length;
             let all = if call.missing == 1 && call.values.is_empty() {
                 value
             } else {
