@@ -103,11 +103,9 @@ fn protected(routes: Router, store: impl Store) -> Fallible<Router> {
     Ok(routes.layer(IdempotencyLayer::new(config.build()?, store)))
 }
 
-async fn app() -> Fallible<Router> {
-    let url = std::env::var("REDIS_URL").unwrap_or_else(|_| "redis://127.0.0.1/".to_owned());
-    let store = std::env::var("STORE").unwrap_or_default();
-    match store.as_str() {
-        "" => protected(routes(), RedisStore::connect(&url).await?),
+pub(crate) async fn app(store: &str, redis_url: &str) -> Fallible<Router> {
+    match store {
+        "" => protected(routes(), RedisStore::connect(redis_url).await?),
         "none" => Ok(routes()),
         "memory" => {
             // As many records as a benchmark makes, not as many as a service should keep here.
@@ -115,7 +113,7 @@ async fn app() -> Fallible<Router> {
             protected(routes(), store)
         }
         "pool" => {
-            let manager = deadpool_redis::Manager::new(url)?;
+            let manager = deadpool_redis::Manager::new(redis_url)?;
             let pool = deadpool_redis::Pool::builder(manager).max_size(POOL).build()?;
             protected(routes(), RedisStore::from_pool(pool))
         }
@@ -150,7 +148,9 @@ async fn serve() -> Fallible<()> {
     let port = std::env::var("PORT").unwrap_or_else(|_| "8080".to_owned());
     let open = Router::new().route("/open/payments", post(pay));
     let executions = get(|| async { EXECUTIONS.load(Ordering::Relaxed).to_string() });
-    let app = app().await?.merge(open).route("/executions", executions);
+    let store = std::env::var("STORE").unwrap_or_default();
+    let redis_url = std::env::var("REDIS_URL").unwrap_or_else(|_| "redis://127.0.0.1/".to_owned());
+    let app = app(&store, &redis_url).await?.merge(open).route("/executions", executions);
     let listener = tokio::net::TcpListener::bind(format!("127.0.0.1:{port}")).await?;
     println!("listening on http://{}", listener.local_addr()?);
     axum::serve(listener, app).await?;

@@ -144,10 +144,9 @@ macro_rules! transaction {
     }};
 }
 
-async fn app() -> Fallible<Router> {
-    let store = std::env::var("STORE").unwrap_or_default();
-    match store.as_str() {
-        "" => redis_routes(&std::env::var("REDIS_URL")?).await,
+pub(crate) async fn app(store: &str, redis_url: &str) -> Fallible<Router> {
+    match store {
+        "" => redis_routes(redis_url).await,
         "none" => Ok(Router::new()
             .route("/v1/payments", post(plain::<300, 0>))
             .route("/open/payments", post(plain::<300, 0>))),
@@ -196,7 +195,9 @@ async fn app() -> Fallible<Router> {
 
 async fn serve() -> Fallible<()> {
     let executions = get(|| async { EXECUTIONS.load(Ordering::Relaxed).to_string() });
-    let app = app().await?.route("/executions", executions);
+    let store = std::env::var("STORE").unwrap_or_default();
+    let redis_url = std::env::var("REDIS_URL").unwrap_or_default();
+    let app = app(&store, &redis_url).await?.route("/executions", executions);
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await?;
     println!("listening on http://{}", listener.local_addr()?);
     axum::serve(listener, app).await?;

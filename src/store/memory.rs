@@ -301,7 +301,8 @@ impl Store for MemoryStore {
     ) -> StoreFuture<'a, CompleteOutcome> {
         // A copy of its own: a slice would keep the whole buffer alive that it was cut from.
         let response = Bytes::copy_from_slice(&completion.response);
-        let completion = Completion { response, ..completion.clone() };
+        let Completion { terms, writes, .. } = *completion;
+        let completion = Completion { terms, response, writes };
         let verb = |current, now| record::complete(current, now, lease.owner(), &completion);
         Self::answer("complete", self.step(lease.key(), verb))
     }
