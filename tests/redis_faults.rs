@@ -74,6 +74,30 @@ async fn killed_connections_are_replaced_and_leave_no_reply_to_the_wrong_call() 
 }
 
 #[tokio::test]
+async fn a_connection_that_had_ended_costs_the_next_call_nothing() {
+    let server = RedisServer::start();
+    let store = RedisStore::connect(&server.url()).await.unwrap();
+    for _ in 0..5 {
+        let lease = granted(&store, new_key()).await;
+        for kind in ["claim", "completion"] {
+            server.cli(&["client", "kill", "type", "normal"]);
+            // The end is there; this side takes note of it as soon as it may.
+            tokio::time::sleep(Duration::from_millis(100)).await;
+            match kind {
+                "claim" => {
+                    let claimed = store.claim(new_key(), &claim()).await.unwrap();
+                    assert!(matches!(claimed, ClaimOutcome::Acquired(_)), "{claimed:?}");
+                }
+                _ => {
+                    let stored = store.complete(&lease, &completion(b"done")).await.unwrap();
+                    assert_eq!(stored, CompleteOutcome::Stored);
+                }
+            }
+        }
+    }
+}
+
+#[tokio::test]
 async fn a_server_that_dies_and_comes_back_is_found_again() {
     for way in WAYS {
         let mut server = RedisServer::start();

@@ -15,8 +15,9 @@ use tower::{Layer as _, ServiceExt as _, service_fn};
 use tower_idempotency::record::{Claim, ClaimOutcome, Effects, OnExpired, Release, Terms, Verdict};
 use tower_idempotency::store::{Fault, Faulty, Gate, Verb};
 use tower_idempotency::{
-    Config, Fingerprint, Fingerprints, HolderId, IdempotencyKey, IdempotencyLayer, Identity,
-    MemoryStore, Outcome, Recipe, Scope, StorageKey, Store as _, StoreErrorKind,
+    Config, Engine, Fingerprint, Fingerprints, HolderId, IdempotencyKey, IdempotencyLayer,
+    Identity, MemoryStore, Outcome, Recipe, Scope, StorageKey, Store as _, StoreErrorKind,
+    WaitLimits,
 };
 
 /// A server whose handler waits at a gate, and counts how often it ran.
@@ -31,10 +32,15 @@ struct Server {
 
 impl Server {
     fn new() -> Self {
+        Self::with_limits(WaitLimits::default())
+    }
+
+    fn with_limits(limits: WaitLimits) -> Self {
         let store = Faulty::new(MemoryStore::new());
         let config = Config::builder().scope(Scope::global()).build().unwrap();
+        let engine = Engine::with_limits(store.clone(), limits);
         Self {
-            layer: IdempotencyLayer::new(config, store.clone()),
+            layer: IdempotencyLayer::on(engine, config),
             store,
             runs: Arc::default(),
             started: Arc::new(Semaphore::new(0)),
@@ -311,6 +317,31 @@ async fn a_twin_that_stored_nothing_leaves_the_key_to_one_of_those_who_waited() 
     }
     // Each said that it did nothing, so each of them ran, one after the other.
     assert_eq!(server.runs.load(Ordering::SeqCst), 6);
+}
+
+#[tokio::test(start_paused = true)]
+async fn who_has_waited_and_runs_leaves_the_only_seat_to_the_next() {
+    let mut limits = WaitLimits::default();
+    limits.total = 1;
+    let server = Server::with_limits(limits);
+    let (key, elsewhere) = claim("order");
+    let Ok(ClaimOutcome::Acquired(lease)) = server.store.inner().claim(key, &elsewhere).await
+    else {
+        panic!("the key was free");
+    };
+    let first = tokio::spawn(server.clone().pay("order"));
+    tokio::time::sleep(Duration::from_millis(100)).await;
+    let refused = server.clone().pay("order").await;
+    assert_eq!(refused.0, 409, "the seat is taken: {}", refused.1);
+    let release = Release { terms: elsewhere.terms, verdict: Verdict::NoEffect };
+    server.store.inner().release(&lease, &release).await.unwrap();
+    server.starts().await;
+    let second = tokio::spawn(server.clone().pay("order"));
+    tokio::time::sleep(Duration::from_millis(100)).await;
+    server.gate.add_permits(1);
+    assert_eq!(first.await.unwrap(), (200, "order".to_owned()));
+    assert_eq!(second.await.unwrap(), (200, "order".to_owned()));
+    assert_eq!(server.runs.load(Ordering::SeqCst), 1);
 }
 
 /// The reply that says "in flight" is about another run than the one whose end wakes the waiter: the
