@@ -233,8 +233,14 @@ fn growth(options: &Options, empty: &RedisServer, runtime: &tokio::runtime::Runt
     };
     (0..options.rounds)
         .map(|round| {
-            let ours = run(&grown, &full, round);
-            Pair { ours, floor: run(&fresh, empty, round) }
+            empty.cli(&["flushall", "sync"]);
+            if round.is_multiple_of(2) {
+                let ours = run(&grown, &full, round);
+                Pair { ours, floor: run(&fresh, empty, round) }
+            } else {
+                let floor = run(&fresh, empty, round);
+                Pair { ours: run(&grown, &full, round), floor }
+            }
         })
         .collect()
 }
