@@ -8,6 +8,8 @@
 mod line;
 mod support;
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use futures_util::future::join_all;
@@ -17,6 +19,8 @@ use support::store::{
     CALL_TIMEOUT, LIMIT, TERMS, WAYS, claim, completion, connect, connect_hasty, granted,
     is_replay, may_be_sent_again, new_key, pool, recovers, run_one_operation, works,
 };
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::{TcpListener, TcpStream};
 use tower_idempotency::record::{Claim, ClaimOutcome, CompleteOutcome, Renewal, Terms};
 use tower_idempotency::store::redis::deadpool_redis::{Manager, Pool};
 use tower_idempotency::{RedisStore, Store, StoreErrorKind};
@@ -94,6 +98,55 @@ async fn a_connection_that_had_ended_costs_the_next_call_nothing() {
                 }
             }
         }
+    }
+}
+
+/// Leads to a server, and answers the next script that it does not know it, as its last word.
+async fn forgetful(server: u16, next: Arc<AtomicBool>) -> String {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let port = listener.local_addr().unwrap().port();
+    tokio::spawn(async move {
+        while let Ok((mut client, _)) = listener.accept().await {
+            let mut redis = TcpStream::connect(("127.0.0.1", server)).await.unwrap();
+            let next = Arc::clone(&next);
+            tokio::spawn(async move {
+                let (mut asked, mut said) = ([0; 4096], [0; 4096]);
+                loop {
+                    tokio::select! {
+                        Ok(read @ 1..) = client.read(&mut asked) => {
+                            let asked = &asked[..read];
+                            let is_script = asked.windows(7).any(|bytes| bytes == b"EVALSHA");
+                            if is_script && next.swap(false, Ordering::SeqCst) {
+                                client.write_all(b"-NOSCRIPT No matching script.\r\n").await.unwrap();
+                                return;
+                            }
+                            redis.write_all(asked).await.unwrap();
+                        }
+                        Ok(read @ 1..) = redis.read(&mut said) => {
+                            client.write_all(&said[..read]).await.unwrap();
+                        }
+                        else => return,
+                    }
+                }
+            });
+        }
+    });
+    format!("redis://127.0.0.1:{port}/")
+}
+
+/// On one thread, so that the end of the connection is there when its last reply is read.
+#[tokio::test]
+async fn a_connection_that_ends_behind_a_reply_that_asks_for_another_way_costs_the_call_nothing() {
+    let server = RedisServer::start();
+    let next = Arc::new(AtomicBool::new(false));
+    let url = forgetful(server.port(), Arc::clone(&next)).await;
+    let store = RedisStore::connect(&url).await.unwrap();
+    for _ in 0..10 {
+        let lease = granted(&store, new_key()).await;
+        next.store(true, Ordering::SeqCst);
+        let stored = store.complete(&lease, &completion(b"done")).await.unwrap();
+        assert_eq!(stored, CompleteOutcome::Stored);
+        assert!(!next.load(Ordering::SeqCst), "no script was sent by its name");
     }
 }
 

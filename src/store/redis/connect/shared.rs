@@ -349,12 +349,19 @@ impl Future for Asked<'_> {
             return Poll::Ready(waiting.conclude(reply, message));
         };
         *this = Self::boxed(async move {
-            let until = waiting.since + waiting.shared.0.call_timeout;
-            let reply = match &waiting.line.line {
+            let (shared, line) = (waiting.shared, Arc::clone(&waiting.line));
+            let until = waiting.since + shared.0.call_timeout;
+            let reply = match &line.line {
                 Line::Own(wire) => send_on(call, next, wire, until).await,
                 Line::Library(_) => reply,
             };
-            waiting.conclude(reply, message)
+            match waiting.conclude(reply, message) {
+                // It ended behind the reply that asked for another way.
+                Err(Failure::NotSent(_)) if line.line.has_ended() => {
+                    shared.run_again(line, message).await
+                }
+                result => result,
+            }
         });
         Pin::new(this).poll(cx)
     }
