@@ -84,9 +84,9 @@ pub(super) fn reply(bytes: &[u8]) -> Result<Option<(Value, usize)>, Malformed> {
 pub(super) fn time(bytes: &[u8]) -> Result<Option<(Value, usize)>, Malformed> {
     match millis(bytes) {
         Ok(time) => Ok(time.map(|(millis, length)| (Value::Int(millis), length))),
-        Err(Malformed) => Ok(reply(bytes)?.map(|(value, length)| match value {
-            Value::Int(_) => (Value::Nil, length),
-            value => (value, length),
+        Err(Malformed) => Ok(reply(bytes)?.map(|(value, length)| {
+            let looks_like_one = matches!(value, Value::Int(_));
+            (if looks_like_one { Value::Nil } else { value }, length)
         })),
     }
 }
