@@ -11,6 +11,7 @@ use tokio::sync::Notify;
 use tokio::task::JoinHandle;
 use tokio_util::task::TaskTracker;
 
+use super::reuse::Reused;
 use crate::mistakes::{Mistake, made};
 
 /// Where one who waits leaves word that he left.
@@ -38,10 +39,10 @@ impl<W: Watched + Unpin, T: Send + 'static> Attendance<W, T> {
         watched: W,
         work: impl Future<Output = T> + Send + 'static,
     ) -> Self {
-        // Boxed, since it is handed on a few times before it runs, and it is large.
-        let work = Box::pin(work);
+        // In a place of its own, since it is handed on a few times before it runs, and it is large.
+        let work = Reused::new(work);
         let work = match made(Mistake::RunsInConnection) {
-            true => Work::Here(work),
+            true => Work::Here(Box::pin(work)),
             false => Work::Task(tracker.spawn(work)),
         };
         Self { watched, work: Some(work) }

@@ -1,6 +1,7 @@
 //! Claiming a key: sent again until its outcome is known, waiting for a running twin, asking what
 //! became of an interrupted one.
 
+use bytes::Bytes;
 use tokio::time::{Instant, sleep};
 
 use super::observe::Waiting;
@@ -124,6 +125,23 @@ fn has_one_recipe(call: &Call) -> bool {
     call.fingerprints.as_slice().len() == 1
 }
 
+/// A replay; or what this request found out, if `found` is what the key has now. Whoever waits for the claim is told.
+fn concluded<T>(
+    call: &Call,
+    claiming: Option<Claiming>,
+    response: Bytes,
+    found: Option<&Bytes>,
+) -> Conclusion<T> {
+    if let Some(claiming) = claiming.filter(|_| has_one_recipe(call)) {
+        let fingerprint = call.fingerprints.current();
+        claiming.stored(Stored { fingerprint, response: response.clone() });
+    }
+    match found == Some(&response) {
+        true => Conclusion::reconciled(response),
+        false => Conclusion::replay(response),
+    }
+}
+
 /// What came of sitting down.
 enum Sat<T> {
     /// It is time to claim.
@@ -136,37 +154,78 @@ enum Sat<T> {
 /// What is known when the answer to a claim is looked at.
 struct Progress {
     /// The last answer found by asking, if it was this request that asked.
-    found: Option<bytes::Bytes>,
+    found: Option<Bytes>,
     inquiries: u32,
+}
+
+/// A claim that was sent, and what it needs to be sent again.
+struct Sent<'a> {
+    claim: Claim,
+    wait_until: Instant,
+    before: &'a mut Before,
+    since: Instant,
 }
 
 impl Engine {
     /// Claims the key, waiting for a running twin within the policy's bound from `at` on.
-    pub(super) async fn claim<T>(
+    ///
+    /// Nearly all keys are new or have their answer, which one call says. So that is all that stands here, and whatever
+    /// else may happen has a future of its own, in a box.
+    pub(super) fn claim<'a, T: Send>(
+        &'a self,
+        call: &'a Call,
+        at: Instant,
+        before: &'a mut Before,
+    ) -> impl Future<Output = Result<Held, Unclaimed<T>>> + Send + use<'a, T> {
+        async move {
+            let policy = &*call.policy;
+            let claim = call.claim();
+            let since = match before {
+                Before::First(_, since) => *since,
+                Before::Waited(..) | Before::Elsewhere(..) => Instant::now(),
+                Before::Nothing => at,
+            };
+            let waits = matches!(before, Before::Elsewhere(..));
+            if waits || made(Mistake::FreshHolder) {
+                let sent = Sent { claim, wait_until: at + policy.wait, before, since };
+                return Box::pin(self.claim_on(call, sent, None)).await;
+            }
+            let bound = policy.store_call.min(policy.claim_within);
+            let asked = self.0.store.claim(call.storage_key, &claim);
+            let (outcome, granted) = self.timed("claim", since, bound, asked).await;
+            if let Ok(outcome) = &outcome {
+                observe::claimed(outcome);
+            }
+            match outcome {
+                Ok(ClaimOutcome::Acquired(lease)) if before.seat().is_none() => {
+                    Ok(Held { lease, since, granted, claiming: before.take_claiming() })
+                }
+                Ok(ClaimOutcome::Completed(response)) if before.seat().is_none() => {
+                    let conclusion = concluded(call, before.take_claiming(), response, None);
+                    Err(Unclaimed::Concluded(conclusion))
+                }
+                outcome => {
+                    let sent = Sent { claim, wait_until: at + policy.wait, before, since };
+                    Box::pin(self.claim_on(call, sent, Some((outcome, granted)))).await
+                }
+            }
+        }
+    }
+
+    /// Goes on with a claim, and with what the store said first if it was asked.
+    async fn claim_on<T>(
         &self,
         call: &Call,
-        at: Instant,
-        before: &mut Before,
+        sent: Sent<'_>,
+        mut said: Option<(Result<ClaimOutcome<Lease>, StoreError>, Instant)>,
     ) -> Result<Held, Unclaimed<T>> {
         let policy = &call.policy;
-        let claim = Claim {
-            holder: HolderId::random(),
-            fingerprints: call.fingerprints,
-            terms: policy.terms,
-            on_expired: policy.recovery.on_expired(),
-            effects: policy.effects,
-        };
-        let wait_until = at + policy.wait;
-        let mut since = match before {
-            Before::First(_, since) => *since,
-            Before::Waited(..) | Before::Elsewhere(..) => Instant::now(),
-            Before::Nothing => at,
-        };
+        let Sent { claim, wait_until, before, mut since } = sent;
         let mut progress = Progress { found: None, inquiries: 0 };
         let mut in_doubt = false;
         loop {
             if let Some(seat) = before.seat_elsewhere() {
-                match Box::pin(self.sit(call, seat, wait_until)).await {
+                match self.sit(call, seat, wait_until).await {
                     Sat::Claims => {}
                     Sat::Answered(conclusion) => return Err(Unclaimed::Concluded(conclusion)),
                     // What is left of the lease is for the store to say.
@@ -175,7 +234,7 @@ impl Engine {
                 since = Instant::now();
             }
             let Reply { outcome, at: granted, in_doubt: doubtful } =
-                self.claim_surely(call.storage_key, &claim, policy, since).await;
+                self.claim_surely(call.storage_key, &claim, policy, since, said.take()).await;
             in_doubt |= doubtful;
             let claiming = before.take_claiming();
             if let (Some(seat), false) =
@@ -195,14 +254,7 @@ impl Engine {
                     remaining
                 }
                 Ok(ClaimOutcome::Completed(response)) => {
-                    if let Some(claiming) = claiming.filter(|_| has_one_recipe(call)) {
-                        let fingerprint = call.fingerprints.current();
-                        claiming.stored(Stored { fingerprint, response: response.clone() });
-                    }
-                    let conclusion = match progress.found {
-                        Some(found) if found == response => Conclusion::reconciled(response),
-                        Some(_) | None => Conclusion::replay(response),
-                    };
+                    let conclusion = concluded(call, claiming, response, progress.found.as_ref());
                     return Err(Unclaimed::Concluded(conclusion));
                 }
                 Ok(ClaimOutcome::Mismatch) => return Unclaimed::refused(RejectionKind::KeyReused),
@@ -238,8 +290,7 @@ impl Engine {
                     Rejection::new(RejectionKind::TooManyWaiting).with_retry_after(remaining),
                 );
             };
-            // In a box, as all that is not a claim: what is rare must not make the future of every request larger.
-            match Box::pin(self.sit(call, seat, wait_until)).await {
+            match self.sit(call, seat, wait_until).await {
                 Sat::Claims => {}
                 Sat::Answered(conclusion) => return Err(Unclaimed::Concluded(conclusion)),
                 Sat::Leaves => return Unclaimed::refused(in_use(remaining)),
@@ -295,13 +346,15 @@ impl Engine {
         Ok(())
     }
 
-    /// Sends a claim, and again under the same holder id until its outcome is known.
+    /// Sends a claim, and again under the same holder id until its outcome is known. `said`: what the store said when it
+    /// was sent first, if it was.
     async fn claim_surely(
         &self,
         key: StorageKey,
         claim: &Claim,
         policy: &Policy,
         now: Instant,
+        said: Option<(Result<ClaimOutcome<Lease>, StoreError>, Instant)>,
     ) -> Reply<ClaimOutcome<Lease>> {
         let call = || match made(Mistake::FreshHolder) {
             true => Box::pin(async move {
@@ -310,8 +363,9 @@ impl Engine {
             }),
             false => self.0.store.claim(key, claim),
         };
-        let reply = self.surely("claim", key, policy, now, call).await;
-        if let Ok(outcome) = &reply.outcome {
+        let is_counted = matches!(said, Some((Ok(_), _)));
+        let reply = self.surely_after(said, "claim", key, policy, now, call).await;
+        if let (Ok(outcome), false) = (&reply.outcome, is_counted) {
             observe::claimed(outcome);
         }
         reply
@@ -324,6 +378,19 @@ impl Engine {
         verb: &'static str,
         key: StorageKey,
         policy: &Policy,
+        now: Instant,
+        call: impl Fn() -> StoreFuture<'a, T>,
+    ) -> Reply<T> {
+        self.surely_after(None, verb, key, policy, now, call).await
+    }
+
+    /// The same where the first call was made already, at this moment.
+    async fn surely_after<'a, T>(
+        &self,
+        mut said: Option<(Result<T, StoreError>, Instant)>,
+        verb: &'static str,
+        key: StorageKey,
+        policy: &Policy,
         mut now: Instant,
         call: impl Fn() -> StoreFuture<'a, T>,
     ) -> Reply<T> {
@@ -331,7 +398,10 @@ impl Engine {
         let (mut tries, mut in_doubt, mut before) = (0, false, None);
         loop {
             let bound = policy.store_call.min(deadline.saturating_duration_since(now));
-            let (outcome, answered) = self.timed(verb, now, bound, call()).await;
+            let (outcome, answered) = match said.take() {
+                Some(said) => said,
+                None => self.timed(verb, now, bound, call()).await,
+            };
             let error = match outcome {
                 Ok(outcome) => return Reply { outcome: Ok(outcome), at: answered, in_doubt },
                 Err(error) => error,

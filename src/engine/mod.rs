@@ -21,6 +21,7 @@ mod keeper;
 pub(crate) mod observe;
 mod quota;
 mod reconcile;
+mod reuse;
 mod settle;
 mod shadow;
 mod signal;
@@ -56,7 +57,7 @@ use crate::record::{Claim, Completion, Grant, Millis, RenewOutcome, Renewal, Ver
 use crate::response::{StoredBody, StoredResponse};
 use crate::scope::{CallerId, DownstreamSeed, Identity, StorageKey};
 use crate::store::{Lease, Store, StoreFuture};
-use crate::token::{Attempt, Fence};
+use crate::token::{Attempt, Fence, HolderId};
 use arrive::Arrival;
 use attend::{Attendance, Watched};
 use behind::Behind;
@@ -118,6 +119,18 @@ impl Watched for Arc<Call> {
 }
 
 impl Call {
+    /// A claim of its key, for a new holder.
+    fn claim(&self) -> Claim {
+        let policy = &self.policy;
+        Claim {
+            holder: HolderId::random(),
+            fingerprints: self.fingerprints,
+            terms: policy.terms,
+            on_expired: policy.recovery.on_expired(),
+            effects: policy.effects,
+        }
+    }
+
     /// Made when somebody asks for a key for a call outward, which most handlers do not.
     fn seed(&self) -> DownstreamSeed {
         DownstreamSeed::new(&self.identity, &self.key)
@@ -414,9 +427,14 @@ impl Engine {
             let until = since + policy.terms.lease;
             let owning =
                 self.0.room.own(call.storage_key, fingerprint, Arc::clone(&lost), until, claiming);
-            let since = match self.freshened(&lease, since, granted, policy).await {
-                Ok(since) => since,
-                Err(rejection) => return Some(Conclusion::Refused(rejection)),
+            let (part, whole) = STALE_AFTER;
+            let is_stale = granted.duration_since(since) >= policy.terms.lease * part / whole;
+            let since = match is_stale {
+                false => since,
+                true => match Box::pin(self.freshen(&lease, policy)).await {
+                    Ok(since) => since,
+                    Err(rejection) => return Some(Conclusion::Refused(rejection)),
+                },
             };
             observe::granted(lease.grant());
             if lease.grant().takeover {
@@ -491,20 +509,6 @@ impl Engine {
     }
 
     /// Makes sure that enough of the lease is left to start a handler, after a slow claim.
-    async fn freshened(
-        &self,
-        lease: &Lease,
-        since: Instant,
-        granted: Instant,
-        policy: &Policy,
-    ) -> Result<Instant, Rejection> {
-        let (part, whole) = STALE_AFTER;
-        if granted.duration_since(since) < policy.terms.lease * part / whole {
-            return Ok(since);
-        }
-        Box::pin(self.freshen(lease, policy)).await
-    }
-
     async fn freshen(&self, lease: &Lease, policy: &Policy) -> Result<Instant, Rejection> {
         let sent = Instant::now();
         let renewal = Renewal { terms: policy.terms, checkpoint: None };
@@ -570,31 +574,39 @@ impl Engine {
 
     /// One call to the store, bounded and measured, and when it was answered. It is sent now; each look at the clock
     /// is seen in what a request costs, so callers hand on what they have.
-    async fn timed<T>(
-        &self,
+    #[expect(
+        clippy::manual_async_fn,
+        reason = "an async fn keeps all it is given twice, and every request has two of these"
+    )]
+    fn timed<'a, T>(
+        &'a self,
         verb: &'static str,
         now: Instant,
         bound: Duration,
-        call: StoreFuture<'_, T>,
-    ) -> (Result<T, StoreError>, Instant) {
-        let result = match self.0.store.answers_within() {
-            // A second clock for the same wait would cost and say nothing.
-            Some(within) if within <= bound => call.await,
-            Some(_) | None => match timeout(bound, call).await {
-                Ok(result) => result,
-                Err(_) => {
-                    let kind = StoreErrorKind::OutcomeUnknown;
-                    // A run has its turn already, and does not wait for one to end.
-                    let holdup = self.0.store.holdup().filter(|_| verb == "claim");
-                    let silence = NoAnswer { within: bound, limit: CALL_LIMIT, holdup };
-                    Err(StoreError::new(kind, self.0.store.name(), verb).with_source(silence))
-                }
-            },
-        };
-        let kind = result.as_ref().err().map(StoreError::kind);
-        let answered = Instant::now();
-        self.0.series.called(verb, answered.duration_since(now), kind);
-        (result, answered)
+        call: StoreFuture<'a, T>,
+    ) -> impl Future<Output = (Result<T, StoreError>, Instant)> + Send + use<'a, T> {
+        async move {
+            let result = match self.0.store.answers_within() {
+                // A second clock for the same wait would cost and say nothing.
+                Some(within) if within <= bound => call.await,
+                Some(_) | None => match timeout(bound, call).await {
+                    Ok(result) => result,
+                    Err(_) => Err(self.unanswered(verb, bound)),
+                },
+            };
+            let kind = result.as_ref().err().map(StoreError::kind);
+            let answered = Instant::now();
+            self.0.series.called(verb, answered.duration_since(now), kind);
+            (result, answered)
+        }
+    }
+
+    fn unanswered(&self, verb: &'static str, within: Duration) -> StoreError {
+        let store = &self.0.store;
+        // A run has its turn already, and does not wait for one to end.
+        let holdup = store.holdup().filter(|_| verb == "claim");
+        let silence = NoAnswer { within, limit: CALL_LIMIT, holdup };
+        StoreError::new(StoreErrorKind::OutcomeUnknown, store.name(), verb).with_source(silence)
     }
 
     fn register(&self, execution: &Execution, since: Instant) -> Registered {

@@ -101,19 +101,49 @@ impl Entry {
 
 impl Engine {
     /// Records what a run came to; calls the store again until it answers, at most for `within`.
-    pub(super) async fn settle(
+    ///
+    /// Nearly all are recorded by the first call. So that is all that stands here, and what else may happen is in a box.
+    pub(super) fn settle<'a>(
+        &'a self,
+        lease: &'a Lease,
+        entry: &'a Entry,
+        policy: &'a Policy,
+        within: Duration,
+    ) -> impl Future<Output = Settled> + Send + use<'a> {
+        async move {
+            let now = Instant::now();
+            let bound = policy.store_call.min(within);
+            let said = match entry {
+                Entry::Complete(completion) => {
+                    let call = self.store().complete(lease, completion);
+                    let (outcome, _) = self.timed("complete", now, bound, call).await;
+                    outcome.map(|outcome| self.completed(lease, outcome))
+                }
+                Entry::Release(release) => {
+                    Box::pin(self.release_once(lease, release, now, bound)).await
+                }
+            };
+            match said {
+                Ok(settled) if within <= policy.complete_within => settled,
+                said => Box::pin(self.settle_on(lease, entry, policy, within, now, said)).await,
+            }
+        }
+    }
+
+    /// Goes on with it: what the store said first, and again if it has to be.
+    async fn settle_on(
         &self,
         lease: &Lease,
         entry: &Entry,
         policy: &Policy,
         within: Duration,
+        since: Instant,
+        mut said: Result<Settled, StoreError>,
     ) -> Settled {
-        let mut now = Instant::now();
-        let deadline = now + within;
+        let deadline = since + within;
         let mut tries = 0;
         loop {
-            let bound = policy.store_call.min(deadline.saturating_duration_since(now));
-            let error = match self.settle_once(lease, entry, now, bound).await {
+            let error = match said {
                 Ok(settled) => {
                     if within > policy.complete_within {
                         let what = match entry {
@@ -154,31 +184,31 @@ impl Engine {
             }
             observe::call_again("settle");
             sleep(pause).await;
-            now = Instant::now();
+            let now = Instant::now();
+            let bound = policy.store_call.min(deadline.saturating_duration_since(now));
+            said = match entry {
+                Entry::Complete(completion) => {
+                    let call = self.store().complete(lease, completion);
+                    let (outcome, _) = self.timed("complete", now, bound, call).await;
+                    outcome.map(|outcome| self.completed(lease, outcome))
+                }
+                Entry::Release(release) => self.release_once(lease, release, now, bound).await,
+            };
         }
     }
 
-    async fn settle_once(
+    async fn release_once(
         &self,
         lease: &Lease,
-        entry: &Entry,
+        release: &Release,
         now: Instant,
         bound: Duration,
     ) -> Result<Settled, StoreError> {
-        match entry {
-            Entry::Complete(completion) => {
-                let call = self.store().complete(lease, completion);
-                let outcome = self.timed("complete", now, bound, call).await.0?;
-                Ok(self.completed(lease, outcome))
-            }
-            Entry::Release(release) => {
-                let call = self.store().release(lease, release);
-                match self.timed("release", now, bound, call).await.0? {
-                    ReleaseOutcome::Released | ReleaseOutcome::NotHeld => Ok(Settled::Released),
-                    ReleaseOutcome::Unreadable => Ok(Settled::Refused),
-                    ReleaseOutcome::RolledBack => Ok(Settled::Undone),
-                }
-            }
+        let call = self.store().release(lease, release);
+        match self.timed("release", now, bound, call).await.0? {
+            ReleaseOutcome::Released | ReleaseOutcome::NotHeld => Ok(Settled::Released),
+            ReleaseOutcome::Unreadable => Ok(Settled::Refused),
+            ReleaseOutcome::RolledBack => Ok(Settled::Undone),
         }
     }
 
