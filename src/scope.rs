@@ -271,10 +271,17 @@ impl StorageKey {
         bytes.try_into().ok().map(Self)
     }
 
-    /// Writes that name, and says how long it is.
+    /// How long that name is.
     #[cfg(feature = "redis")]
-    pub(crate) fn write_text(self, to: &mut [u8]) -> usize {
-        URL_SAFE_NO_PAD.encode_slice(self.0, to).expect("there is room for 32 characters")
+    pub(crate) const TEXT_LENGTH: usize = 32;
+
+    /// That name, without an allocation.
+    #[cfg(feature = "redis")]
+    pub(crate) fn text(self) -> [u8; Self::TEXT_LENGTH] {
+        let mut text = [0; Self::TEXT_LENGTH];
+        let written = URL_SAFE_NO_PAD.encode_slice(self.0, &mut text);
+        written.expect("there is room for 32 characters");
+        text
     }
 
     /// Twelve hex digits for logs and spans: enough to find a record, too few to find the key.

@@ -82,27 +82,55 @@ struct Held {
     repeatable: bool,
     #[cfg(feature = "redis")]
     granted: Instant,
+    /// The key as Redis has it, if it was made for the claim.
+    #[cfg(feature = "redis")]
+    text: Option<[u8; StorageKey::TEXT_LENGTH]>,
 }
 
 impl Lease {
     /// The lease of a granted claim.
     pub fn new(key: StorageKey, claim: &Claim, grant: Grant) -> Self {
-        let owner = Owner {
-            holder: claim.holder,
-            fingerprints: claim.fingerprints,
-            attempt: grant.attempt,
-            fence: grant.fence,
-            created: grant.created,
-        };
         Self(Arc::new(Held {
             key,
-            owner,
+            owner: Self::owner_of(claim, &grant),
             grant,
             attachments: Extensions::new(),
             repeatable: false,
             #[cfg(feature = "redis")]
             granted: Instant::now(),
+            #[cfg(feature = "redis")]
+            text: None,
         }))
+    }
+
+    /// The same with what its store knows already.
+    #[cfg(feature = "redis")]
+    pub(crate) fn named(
+        key: StorageKey,
+        text: [u8; StorageKey::TEXT_LENGTH],
+        claim: &Claim,
+        grant: Grant,
+        granted: Instant,
+    ) -> Self {
+        Self(Arc::new(Held {
+            key,
+            owner: Self::owner_of(claim, &grant),
+            grant,
+            attachments: Extensions::new(),
+            repeatable: false,
+            granted,
+            text: Some(text),
+        }))
+    }
+
+    fn owner_of(claim: &Claim, grant: &Grant) -> Owner {
+        Owner {
+            holder: claim.holder,
+            fingerprints: claim.fingerprints,
+            attempt: grant.attempt,
+            fence: grant.fence,
+            created: grant.created,
+        }
     }
 
     fn held(&mut self) -> &mut Held {
@@ -124,8 +152,14 @@ impl Lease {
     /// What the store's clock says now in a first attempt, as far as one can tell who read it at the claim.
     /// Nothing is decided by it.
     #[cfg(feature = "redis")]
-    pub(crate) fn about_now(&self) -> Millis {
-        self.0.owner.created.after(self.0.granted.elapsed())
+    pub(crate) fn about_now(&self, now: Instant) -> Millis {
+        self.0.owner.created.after(now.saturating_duration_since(self.0.granted))
+    }
+
+    /// The key as Redis has it, if it was made for the claim.
+    #[cfg(feature = "redis")]
+    pub(crate) fn text(&self) -> Option<&[u8; StorageKey::TEXT_LENGTH]> {
+        self.0.text.as_ref()
     }
 
     /// What the store granted.

@@ -7,6 +7,7 @@
 //! in the same write; see [`claim`](super::claim).
 
 use std::borrow::Cow;
+use std::ops::Range;
 use std::sync::LazyLock;
 
 use ::redis::{RedisResult, Value};
@@ -23,6 +24,8 @@ pub(super) struct Script {
     file: &'static str,
     text: &'static str,
     sha: LazyLock<String>,
+    /// The words in front of the key, for a script that has one.
+    by_hash: LazyLock<Words>,
 }
 
 impl Script {
@@ -41,6 +44,11 @@ macro_rules! scripts {
                 sha: LazyLock::new(|| {
                     let text = mistaken::as_sent($file, TEXT);
                     ::redis::Script::new(&text).get_hash().to_owned()
+                }),
+                by_hash: LazyLock::new(|| {
+                    let mut words = Words::default();
+                    words.word(b"EVALSHA").word($name.sha.as_bytes()).word(b"1");
+                    words
                 }),
             }
         };
@@ -125,6 +133,12 @@ impl Counted<'_> {
         self.count += 1;
         self.count - 1
     }
+
+    fn expiry(&mut self, key: &[u8]) -> usize {
+        self.out.expiry(key);
+        self.count += 1;
+        self.count - 1
+    }
 }
 
 /// Which reply is which.
@@ -138,10 +152,18 @@ pub(super) struct Places {
 }
 
 impl Places {
+    /// Three replies in the order in which they are wanted, as of most claims.
+    fn is_timed_alone(&self) -> bool {
+        (self.count, self.time, self.value, self.expiry) == (3, Some(0), 1, Some(2))
+    }
+
     /// What to make of the reply: of an array if there are several.
     pub(super) fn answer(&self, reply: Value) -> RedisResult<Answer> {
         if self.count == 1 {
             return Ok(Answer { value: accepted(reply)?, replicas: None });
+        }
+        if self.is_timed_alone() && matches!(&reply, Value::Array(said) if is_accepted(said)) {
+            return Ok(Answer { value: reply, replicas: None });
         }
         let mut replies = if let Value::Array(replies) = reply { replies } else { Vec::new() };
         let value = accepted(take(&mut replies, self.value))?;
@@ -150,11 +172,6 @@ impl Places {
                 // If the time is refused, the command went through all the same. Whoever sent it gives up what it
                 // did, as nothing can be said about it.
                 let said = accepted(take(&mut replies, time)).map_err(in_part)?;
-                if let ([one, other, _], 0, 1) = (&mut replies[..], time, self.value) {
-                    // As most are: they need not move.
-                    (*one, *other) = (said, value);
-                    return Ok(Answer { value: Value::Array(replies), replicas: None });
-                }
                 Value::Array(vec![said, value, take(&mut replies, expiry)])
             }
             (None, _) | (_, None) => value,
@@ -175,6 +192,12 @@ fn take(replies: &mut [Value], at: usize) -> Value {
     replies.get_mut(at).map_or(Value::Nil, |reply| std::mem::replace(reply, Value::Nil))
 }
 
+/// Neither the time nor the command behind it was refused.
+fn is_accepted(said: &[Value]) -> bool {
+    let is_refused = |reply: &Value| matches!(reply, Value::ServerError(_));
+    matches!(said, [time, value, _] if !is_refused(time) && !is_refused(value))
+}
+
 /// What the server refuses is an error.
 pub(super) fn accepted(value: Value) -> RedisResult<Value> {
     if let Value::ServerError(error) = value { Err(error.into()) } else { Ok(value) }
@@ -186,6 +209,8 @@ pub(super) struct Call {
     /// The whole command, by the script's hash; without the response if that is put beside.
     by_hash: Words,
     key_at: usize,
+    /// The key among their bytes.
+    key: Range<usize>,
     /// Boxed, as few have one.
     beside: Option<Box<Beside>>,
     timed: bool,
@@ -242,11 +267,12 @@ impl Call {
     /// A run on this key, whose arguments take about so many bytes.
     pub(super) fn new(script: &'static Script, key: &[u8], room: usize) -> Self {
         let mut by_hash = Words::with_room(HEADS + key.len() + room);
-        by_hash.word(b"EVALSHA").word(script.sha.as_bytes()).word(b"1").word(key);
+        let key = by_hash.all(&script.by_hash).placed(key);
         Self {
             script,
             by_hash,
             key_at: KEY_AT,
+            key,
             beside: None,
             timed: false,
             wait: None,
@@ -254,13 +280,14 @@ impl Call {
         }
     }
 
-    /// A command on one key, its first argument. It goes the way that scripts go.
-    pub(super) fn plain(command: Words) -> Self {
+    /// A command on one key, its first argument, which stands there. It goes the way that scripts go.
+    pub(super) fn plain(command: Words, key: Range<usize>) -> Self {
         // Nobody answers a plain command with NOSCRIPT, so the script is never sent.
         Self {
             script: &READY,
             by_hash: command,
             key_at: 1,
+            key,
             beside: None,
             timed: false,
             wait: None,
@@ -322,7 +349,7 @@ impl Call {
 
     /// The key of the record.
     pub(super) fn key(&self) -> &[u8] {
-        self.by_hash.iter().nth(self.key_at).unwrap_or_default()
+        self.by_hash.at(self.key.clone())
     }
 
     pub(super) fn arg(mut self, bytes: &[u8]) -> Self {
@@ -367,7 +394,7 @@ impl Call {
         let value = out.command(&self.command(way.route, way.name));
         let expiry = self.timed.then(|| {
             ask(&mut out);
-            out.words(&[&[b"PEXPIRETIME"], &[self.key()]])
+            out.expiry(self.key())
         });
         let replicas = self.wait.map(|wait| {
             let (replicas, limit) = (wait.replicas.to_string(), wait.milliseconds.to_string());
@@ -429,8 +456,8 @@ mod tests {
     #[test]
     fn a_claim_whose_time_is_refused_for_the_moment_may_have_been_made() {
         let mut set = Words::default();
-        set.word(b"SET").word(b"idem:{k}");
-        let call = Call::plain(set).timed();
+        let key = set.word(b"SET").placed(b"idem:{k}");
+        let call = Call::plain(set, key).timed();
         let places = call.write(call.first_way(false), &mut Nowhere);
         let refused = |words: &str| {
             let error = ::redis::parse_redis_value(format!("-{words}\r\n").as_bytes()).unwrap();

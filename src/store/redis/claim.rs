@@ -10,6 +10,7 @@
 //! greater one, also on another server to which the key has moved and whose clock differs. It is what the clock will
 //! say, as far as one can tell from the last time that it was read. If that is far off, the script begins anew.
 
+use std::sync::LazyLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -51,8 +52,8 @@ impl Clock {
         Fence::from_number(offset.after(now.duration_since(self.start)).0)
     }
 
-    fn learn(&self, said: Millis) {
-        let since = millis(self.start.elapsed());
+    fn learn(&self, said: Millis, heard: Instant) {
+        let since = millis(heard.duration_since(self.start));
         self.offset.store(said.0.saturating_sub(since), Ordering::Relaxed);
     }
 }
@@ -81,32 +82,39 @@ const ROOM: usize = 176;
 pub(super) fn plain(key: &[u8], claim: &Claim, fence: Fence) -> Option<Call> {
     let record = record::first(claim, fence)?;
     let mut set = Words::with_room(ROOM + key.len());
-    set.word(b"SET").word(key).word(&record).word(b"NX").word(b"GET").word(b"PX");
-    set.number(forget_in_flight(&claim.terms));
-    Some(Call::plain(set).timed())
+    let key = set.word(b"SET").placed(key);
+    set.word(&record).all(&NX_GET_PX).number(forget_in_flight(&claim.terms));
+    Some(Call::plain(set, key).timed())
 }
+
+/// Only if nothing is there, and what is there otherwise; for so many milliseconds.
+static NX_GET_PX: LazyLock<Words> = LazyLock::new(|| {
+    let mut words = Words::default();
+    words.word(b"NX").word(b"GET").word(b"PX");
+    words
+});
 
 /// The same without the claim, for a server that takes no writes.
 pub(super) fn look(key: &[u8]) -> Call {
     let mut get = Words::default();
-    get.word(b"GET").word(key);
-    Call::plain(get).timed()
+    let key = get.word(b"GET").placed(key);
+    Call::plain(get, key).timed()
 }
 
 pub(super) fn seen(reply: Value) -> Result<Seen, BadReply> {
-    let Value::Array(replies) = reply else { return Err(BadReply) };
-    let Ok([time, found, expires]) = <[Value; 3]>::try_from(replies) else { return Err(BadReply) };
+    let Value::Array(mut replies) = reply else { return Err(BadReply) };
+    let [time, found, expires] = &mut replies[..] else { return Err(BadReply) };
     let found = if let Value::BulkString(bytes) = found {
-        Some(bytes.into())
-    } else if found == Value::Nil {
+        Some(std::mem::take(bytes).into())
+    } else if *found == Value::Nil {
         None
     } else {
         return Err(BadReply);
     };
     let unasked = matches!(expires, Value::ServerError(_));
-    let expires = if let Value::Int(expires) = expires { expires } else { -1 };
+    let expires = if let Value::Int(expires) = expires { *expires } else { -1 };
     let expires = u64::try_from(expires).ok().map(Millis);
-    Ok(Seen { now: now(&time).ok_or(BadReply)?, found, expires, unasked })
+    Ok(Seen { now: now(time).ok_or(BadReply)?, found, expires, unasked })
 }
 
 /// The answer to TIME: seconds, and microseconds of the next one; or milliseconds, from a connection of our own.
@@ -136,17 +144,22 @@ impl Seen {
         self.found.is_none()
     }
 
-    /// What a claim makes of it that was sent with this fence; `None` if that takes the script.
+    /// What a claim makes of it that was sent with this fence, and when it was heard; `None` if that takes the script.
     pub(super) fn judge(
         self,
         claim: &Claim,
         fence: Fence,
         clock: &Clock,
-    ) -> Option<ClaimOutcome<Grant>> {
-        let Self { now, found, expires, unasked } = self;
-        if now.0 > 0 {
-            clock.learn(now);
+    ) -> (Option<ClaimOutcome<Grant>>, Instant) {
+        let heard = Instant::now();
+        if self.now.0 > 0 {
+            clock.learn(self.now, heard);
         }
+        (self.outcome(claim, fence), heard)
+    }
+
+    fn outcome(self, claim: &Claim, fence: Fence) -> Option<ClaimOutcome<Grant>> {
+        let Self { now, found, expires, unasked } = self;
         let Some(found) = found else {
             // The clock went back just now, or is far from where it was thought to be.
             // Who may not ask has the key all the same, and nothing is left behind; only twins cannot
@@ -218,26 +231,26 @@ mod tests {
         let fence = Fence::from_number(NOW.0 - 3);
         let new =
             |now: u64, expires| Seen { now: Millis(now), found: None, expires, unasked: false };
-        match new(NOW.0, after(&claim)).judge(&claim, fence, &clock) {
+        match new(NOW.0, after(&claim)).judge(&claim, fence, &clock).0 {
             Some(ClaimOutcome::Acquired(grant)) => {
                 assert_eq!(grant, Grant { fence, ..Grant::first(NOW) });
             }
             other => panic!("{other:?}"),
         }
         let next = Millis(NOW.0 + 1 + forget_in_flight(&claim.terms));
-        match new(NOW.0, Some(next)).judge(&claim, fence, &clock) {
+        match new(NOW.0, Some(next)).judge(&claim, fence, &clock).0 {
             Some(ClaimOutcome::Acquired(grant)) => assert_eq!(grant.created, Millis(NOW.0 + 1)),
             other => panic!("{other:?}"),
         }
         for far in [NOW.0 + 998, NOW.0 - 1_004] {
             let expires = Some(Millis(far + forget_in_flight(&claim.terms)));
-            assert_eq!(new(far, expires).judge(&claim, fence, &clock), None, "{far}");
+            assert_eq!(new(far, expires).judge(&claim, fence, &clock).0, None, "{far}");
         }
         let back = Some(Millis(NOW.0 + forget_in_flight(&claim.terms) - 1));
-        assert_eq!(new(NOW.0, back).judge(&claim, fence, &clock), None);
-        assert_eq!(new(NOW.0, None).judge(&claim, fence, &clock), None);
+        assert_eq!(new(NOW.0, back).judge(&claim, fence, &clock).0, None);
+        assert_eq!(new(NOW.0, None).judge(&claim, fence, &clock).0, None);
         let unasked = Seen { unasked: true, ..new(NOW.0, None) };
-        assert!(matches!(unasked.judge(&claim, fence, &clock), Some(ClaimOutcome::Acquired(_))));
+        assert!(matches!(unasked.judge(&claim, fence, &clock).0, Some(ClaimOutcome::Acquired(_))));
     }
 
     #[test]
@@ -247,8 +260,8 @@ mod tests {
         let found = record::first(&theirs, fence).unwrap();
         let found = Some(Bytes::copy_from_slice(&found));
         let seen = |expires| Seen { now: NOW, found: found.clone(), expires, unasked: false };
-        assert_eq!(seen(None).judge(&ours, fence, &clock), None);
-        match seen(after(&theirs)).judge(&ours, fence, &clock) {
+        assert_eq!(seen(None).judge(&ours, fence, &clock).0, None);
+        match seen(after(&theirs)).judge(&ours, fence, &clock).0 {
             Some(ClaimOutcome::InFlight { remaining }) => assert_eq!(remaining, theirs.terms.lease),
             other => panic!("{other:?}"),
         }
@@ -259,7 +272,7 @@ mod tests {
         let clock = Clock::new();
         let first = clock.fence(Instant::now());
         assert!(of_this_machine().0 - first.number() < 500, "{first:?}");
-        clock.learn(NOW);
+        clock.learn(NOW, Instant::now());
         let next = clock.fence(Instant::now());
         assert!((NOW.0..NOW.0 + 500).contains(&next.number()), "{next:?}");
     }

@@ -16,6 +16,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use ::redis::{Cmd, Pipeline, Value};
 use bytes::Bytes;
 use futures_util::future::join_all;
+use tokio::time::Instant;
 
 use super::call::Call;
 use super::claim;
@@ -104,8 +105,9 @@ impl RedisStore {
     ) -> Result<Value, StoreError> {
         let mut command = Cmd::new();
         build(&mut command);
-        let call = Call::plain(Words::of(&command));
-        match self.0.connections.run(&call, Urgency::Ordinary).await {
+        let (command, key) = Words::of(&command);
+        let call = Call::plain(command, key);
+        match self.0.connections.run(&call, Urgency::Ordinary, Instant::now()).await {
             Ok(answer) => Ok(answer.value),
             Err(failure) => Err(self.failed(operation, failure)),
         }
@@ -119,7 +121,7 @@ impl RedisStore {
     ) -> Result<Looked, StoreError> {
         let call = script::look(&self.name(key), first);
         let verb = Verb::new(operation, Urgency::Ordinary, Looked::Foreign, script::looked);
-        self.run(verb, &call).await
+        self.run(verb, &call, Instant::now()).await
     }
 
     async fn last_pass(&self, operation: &'static str) -> Result<Option<LastPass>, StoreError> {
@@ -531,7 +533,7 @@ impl Inspect for RedisStore {
             let unreadable = ForgetOutcome::Unreadable;
             let verb = Verb::new("forget", Urgency::Ordinary, unreadable, script::forgotten)
                 .holding_if(|outcome| *outcome == ForgetOutcome::Forgotten);
-            self.run(verb, &call).await
+            self.run(verb, &call, Instant::now()).await
         })
     }
 
@@ -541,7 +543,7 @@ impl Inspect for RedisStore {
             let unreadable = ResolveOutcome::Unreadable;
             let verb = Verb::new("amend", Urgency::Ordinary, unreadable, script::amended)
                 .holding_if(|outcome| *outcome == ResolveOutcome::Resolved);
-            self.run(verb, &call).await
+            self.run(verb, &call, Instant::now()).await
         })
     }
 
@@ -584,7 +586,7 @@ impl Inspect for RedisStore {
             let verb =
                 Verb::new("note", Urgency::Ordinary, Err(()), |reply| script::noted(reply).map(Ok))
                     .holding_if(|noted| *noted == Ok(()));
-            self.run(verb, &call).await?.map_err(|()| {
+            self.run(verb, &call, Instant::now()).await?.map_err(|()| {
                 StoreError::new(StoreErrorKind::Backend, NAME, "note")
                     .with_source("something else stands under the key of the trail")
             })

@@ -77,7 +77,7 @@ use crate::record::{
     Renewal, Resolution, ResolveOutcome,
 };
 use crate::scope::StorageKey;
-use crate::token::HolderId;
+use crate::token::{Fence, HolderId};
 
 const NAME: &str = "redis";
 
@@ -189,10 +189,15 @@ impl RedisStore {
 
     /// The key's name in Redis. The braces make the whole of it a hash tag.
     fn name(&self, key: StorageKey) -> Name {
+        self.name_of(&key.text())
+    }
+
+    /// The same of a key whose text was made before.
+    fn name_of(&self, text: &[u8; StorageKey::TEXT_LENGTH]) -> Name {
         let mut name = Name { bytes: [0; Name::MAX], length: 0 };
         name.push(self.0.prefix.as_bytes());
         name.push(b":{");
-        name.length += key.write_text(&mut name.bytes[name.length..]);
+        name.push(text);
         name.push(b"}");
         name
     }
@@ -205,12 +210,13 @@ impl RedisStore {
         &'a self,
         verb: Verb<T>,
         call: &'a Call,
+        now: Instant,
     ) -> impl Future<Output = Result<T, StoreError>> + Send + 'a {
         async move {
             let fail =
                 |kind, cause: Cause| StoreError::new(kind, NAME, verb.operation).with_source(cause);
             let mut shortfall = None;
-            let reply = match self.0.connections.run(call, verb.urgency).await {
+            let reply = match self.0.connections.run(call, verb.urgency, now).await {
                 Ok(answer) => {
                     shortfall = call.shortfall(&answer);
                     self.0.replicas.heard(&answer, shortfall.as_ref());
@@ -245,33 +251,86 @@ impl RedisStore {
         StoreError::new(kind, NAME, operation).with_source(cause)
     }
 
-    /// Claims by a plain command. `None` if it takes the script.
-    async fn claim_plainly(
+    /// Goes on with a claim by a plain command that the server refused: for the moment it takes no writes, and what is there
+    /// can be replayed all the same. `None` if it takes the script.
+    async fn claimed_nothing(
+        &self,
+        name: &[u8],
+        claim: &Claim,
+        fence: Fence,
+        refusal: StoreError,
+    ) -> Result<Option<ClaimOutcome<Grant>>, StoreError> {
+        let seen = self.look_plainly(&claim::look(name), Instant::now()).await?;
+        if seen.is_new() { Err(refusal) } else { Ok(seen.judge(claim, fence, &self.0.clock).0) }
+    }
+
+    /// Looks before it claims, while replicas are away: to claim takes as long as they are waited for. `None` if the key is
+    /// new.
+    async fn look_first(
+        &self,
+        name: &[u8],
+        claim: &Claim,
+        fence: Fence,
+    ) -> Result<Option<Option<ClaimOutcome<Grant>>>, StoreError> {
+        let seen = self.look_plainly(&claim::look(name), Instant::now()).await?;
+        if seen.is_new() {
+            return Ok(None);
+        }
+        // What may be ours is for the script to say, which waits.
+        let (seen, _) = seen.judge(claim, fence, &self.0.clock);
+        Ok(Some(seen.filter(|outcome| !matches!(outcome, ClaimOutcome::Acquired(_)))))
+    }
+
+    /// Claims by a plain command, and by the script if that takes one.
+    async fn claim_now(
         &self,
         key: StorageKey,
         claim: &Claim,
-        now: Instant,
-        until: Instant,
-    ) -> Result<Option<ClaimOutcome<Grant>>, StoreError> {
-        let (clock, fence) = (&self.0.clock, self.0.clock.fence(now));
-        let Some(call) = claim::plain(&self.name(key), claim, fence) else { return Ok(None) };
-        if self.0.wait.is_some() && self.0.replicas.are_away(now) {
-            let seen = in_time(until, self.look_plainly(&claim::look(&self.name(key)))).await?;
-            if !seen.is_new() {
-                // What may be ours is for the script to say, which waits.
-                let seen = seen.judge(claim, fence, clock);
-                return Ok(seen.filter(|outcome| !matches!(outcome, ClaimOutcome::Acquired(_))));
-            }
+    ) -> Result<ClaimOutcome<Lease>, StoreError> {
+        let now = Instant::now();
+        let until = now + self.0.connections.answer_within();
+        if self.0.rights_refused.load(Ordering::Relaxed)
+            && let Some(outcome) = in_time(until, self.try_rights(key, claim)).await?
+        {
+            return Ok(outcome.map(|grant| Lease::new(key, claim, grant)));
         }
-        let refusal = match self.look_plainly(&call.waiting(self.0.wait)).await {
-            Ok(seen) => return Ok(seen.judge(claim, fence, clock)),
-            Err(error) if claim::writes_are_refused(&error) => error,
-            Err(error) => return Err(error),
+        let (name, fence) = (self.name(key), self.0.clock.fence(now));
+        let outcome = match claim::plain(&name, claim, fence) {
+            None => None,
+            Some(call) => {
+                let looked = match self.0.wait.is_some() && self.0.replicas.are_away(now) {
+                    true => in_time(until, self.look_first(&name, claim, fence)).await?,
+                    false => None,
+                };
+                match looked {
+                    Some(seen) => seen,
+                    None => match self.look_plainly(&call.waiting(self.0.wait), now).await {
+                        Ok(seen) => {
+                            let (outcome, heard) = seen.judge(claim, fence, &self.0.clock);
+                            if let Some(outcome) = outcome {
+                                let text = name.text();
+                                return Ok(outcome
+                                    .map(|grant| Lease::named(key, text, claim, grant, heard)));
+                            }
+                            None
+                        }
+                        Err(error) if claim::writes_are_refused(&error) => {
+                            in_time(until, self.claimed_nothing(&name, claim, fence, error)).await?
+                        }
+                        Err(error) => return Err(error),
+                    },
+                }
+            }
         };
-        // What is there can be replayed all the same.
-        let look = claim::look(&self.name(key));
-        let seen = in_time(until, self.look_plainly(&look)).await?;
-        if seen.is_new() { Err(refusal) } else { Ok(seen.judge(claim, fence, clock)) }
+        let outcome = match outcome {
+            Some(outcome) => outcome,
+            None if made(Mistake::RedisFreshHolder) => {
+                return self.claim_as_another(key, *claim).await;
+            }
+            // The plain command may have written something, whatever becomes of the script.
+            None => in_time(until, self.claim_by_script(key, claim)).await.map_err(in_doubt)?,
+        };
+        Ok(outcome.map(|grant| Lease::new(key, claim, grant)))
     }
 
     async fn claim_by_script(
@@ -282,7 +341,7 @@ impl RedisStore {
         let call = script::claim(&self.name(key), claim).waiting(self.0.wait);
         let verb = Verb::new("claim", Urgency::Ordinary, ClaimOutcome::Unreadable, script::claimed)
             .holding_if(|outcome| matches!(outcome, ClaimOutcome::Acquired(_)));
-        self.run(verb, &call).await
+        self.run(verb, &call, Instant::now()).await
     }
 
     /// A mistake: under another holder than the claim before it.
@@ -301,9 +360,10 @@ impl RedisStore {
     fn look_plainly<'a>(
         &'a self,
         call: &'a Call,
+        now: Instant,
     ) -> impl Future<Output = Result<Seen, StoreError>> + Send + 'a {
         let verb = Verb::new("claim", Urgency::Ordinary, Seen::foreign(), claim::seen);
-        self.run(verb.holding_if(Seen::is_new), call)
+        self.run(verb.holding_if(Seen::is_new), call, now)
     }
 
     /// Tries every command again, after one was refused. `None` if all are allowed; else what is there can be replayed
@@ -320,9 +380,9 @@ impl RedisStore {
             }
             Err(refusal) => refusal,
         };
-        let seen = self.look_plainly(&claim::look(&self.name(key))).await;
+        let seen = self.look_plainly(&claim::look(&self.name(key)), Instant::now()).await;
         let seen = seen.ok().filter(|seen| !seen.is_new());
-        let outcome = seen.and_then(|seen| seen.judge(claim, claim::ANY_FENCE, &self.0.clock));
+        let outcome = seen.and_then(|seen| seen.judge(claim, claim::ANY_FENCE, &self.0.clock).0);
         outcome.map(Some).ok_or(refusal)
     }
 
@@ -363,7 +423,7 @@ impl RedisStore {
         // It overwrites whatever is under its key, so nothing there can be unreadable.
         let verb = Verb::new(operation, Urgency::Urgent, Readiness::Ready, script::readiness)
             .holding_if(|readiness| *readiness == Readiness::Ready);
-        match self.run(verb, &call).await? {
+        match self.run(verb, &call, Instant::now()).await? {
             Readiness::Ready => Ok(()),
             Readiness::TooOld => Err(SetupError::TooOld.into_store_error(operation)),
         }
@@ -414,7 +474,15 @@ struct Name {
 
 impl Name {
     /// The longest prefix, three marks, and a storage key in base64url.
-    const MAX: usize = builder::MAX_PREFIX + 3 + 32;
+    const MAX: usize = builder::MAX_PREFIX + 3 + StorageKey::TEXT_LENGTH;
+
+    /// The storage key in it.
+    fn text(&self) -> [u8; StorageKey::TEXT_LENGTH] {
+        let mut text = [0; StorageKey::TEXT_LENGTH];
+        let from = self.length - 1 - text.len();
+        text.copy_from_slice(&self.bytes[from..self.length - 1]);
+        text
+    }
 
     fn push(&mut self, bytes: &[u8]) {
         self.bytes[self.length..self.length + bytes.len()].copy_from_slice(bytes);
@@ -454,24 +522,7 @@ impl Store for RedisStore {
         key: StorageKey,
         claim: &'a Claim,
     ) -> StoreFuture<'a, ClaimOutcome<Lease>> {
-        Box::pin(async move {
-            let now = Instant::now();
-            let until = now + self.0.connections.answer_within();
-            if self.0.rights_refused.load(Ordering::Relaxed)
-                && let Some(outcome) = in_time(until, self.try_rights(key, claim)).await?
-            {
-                return Ok(outcome.map(|grant| Lease::new(key, claim, grant)));
-            }
-            let outcome = match self.claim_plainly(key, claim, now, until).await? {
-                Some(outcome) => outcome,
-                None if made(Mistake::RedisFreshHolder) => {
-                    return self.claim_as_another(key, *claim).await;
-                }
-                // The plain command may have written something, whatever becomes of the script.
-                None => in_time(until, self.claim_by_script(key, claim)).await.map_err(in_doubt)?,
-            };
-            Ok(outcome.map(|grant| Lease::new(key, claim, grant)))
-        })
+        Box::pin(self.claim_now(key, claim))
     }
 
     fn renew<'a>(
@@ -488,7 +539,7 @@ impl Store for RedisStore {
             let verb = Verb::new("renew", Urgency::Urgent, unreadable, script::renewed).holding_if(
                 |outcome| matches!(outcome, RenewOutcome::Renewed | RenewOutcome::Restored),
             );
-            self.run(verb, &call).await
+            self.run(verb, &call, Instant::now()).await
         })
     }
 
@@ -498,8 +549,13 @@ impl Store for RedisStore {
         completion: &'a Completion,
     ) -> StoreFuture<'a, CompleteOutcome> {
         Box::pin(async move {
+            let now = Instant::now();
             let call = {
-                let (name, by, at) = (self.name(lease.key()), lease.owner(), lease.about_now());
+                let name = match lease.text() {
+                    Some(text) => self.name_of(text),
+                    None => self.name(lease.key()),
+                };
+                let (by, at) = (lease.owner(), lease.about_now(now));
                 script::complete(&name, by, at, completion).waiting(self.0.wait)
             };
             let unreadable = CompleteOutcome::Unreadable;
@@ -509,7 +565,7 @@ impl Store for RedisStore {
                     use CompleteOutcome::{Healed, Restored, Stored};
                     matches!(outcome, Stored | Healed | Restored)
                 });
-            self.run(verb, &call).await
+            self.run(verb, &call, now).await
         })
     }
 
@@ -522,7 +578,7 @@ impl Store for RedisStore {
             let call = script::release(&self.name(lease.key()), lease.owner(), release);
             let unreadable = ReleaseOutcome::Unreadable;
             let verb = Verb::new("release", Urgency::Urgent, unreadable, script::released);
-            self.run(verb, &call).await
+            self.run(verb, &call, Instant::now()).await
         })
     }
 
@@ -535,7 +591,7 @@ impl Store for RedisStore {
             let call = script::resolve(&self.name(key), resolution);
             let unreadable = ResolveOutcome::Unreadable;
             let verb = Verb::new("resolve", Urgency::Ordinary, unreadable, script::resolved);
-            self.run(verb, &call).await
+            self.run(verb, &call, Instant::now()).await
         })
     }
 

@@ -266,8 +266,8 @@ pub(super) fn complete(key: &[u8], by: &Owner, at: Millis, completion: &Completi
 
 /// True if the response that a script was to fetch was not there.
 pub(super) fn found_nothing_beside(reply: &Value) -> bool {
-    let nothing = [Value::Int(CompleteLargeCode::NothingBeside as i64)];
-    matches!(reply, Value::Array(values) if *values == nothing)
+    const NOTHING: i64 = CompleteLargeCode::NothingBeside as i64;
+    matches!(reply, Value::Array(values) if matches!(values[..], [Value::Int(NOTHING)]))
 }
 
 pub(super) fn completed(reply: Value) -> Result<CompleteOutcome, BadReply> {

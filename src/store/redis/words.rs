@@ -4,6 +4,7 @@
 //! commands keep their words apart and put the lengths in when they are sent.
 
 use std::cell::RefCell;
+use std::ops::Range;
 
 use ::redis::Cmd;
 
@@ -21,6 +22,11 @@ pub(super) trait Commands {
     /// Adds TIME. Its answer may come as a number, in milliseconds.
     fn time(&mut self) {
         self.words(&[&[b"TIME"]]);
+    }
+
+    /// Adds PEXPIRETIME of this key.
+    fn expiry(&mut self, key: &[u8]) {
+        self.words(&[&[b"PEXPIRETIME"], &[key]]);
     }
 }
 
@@ -70,16 +76,19 @@ impl Words {
         Self { bytes: kept.unwrap_or_else(|| Vec::with_capacity(KEPT_BYTES)), count: 0 }
     }
 
-    /// The words of a command of the library.
-    pub(super) fn of(command: &Cmd) -> Self {
-        let mut words = Self::default();
+    /// The words of a command of the library, and where its first argument stands.
+    pub(super) fn of(command: &Cmd) -> (Self, Range<usize>) {
+        let (mut words, mut first) = (Self::default(), 0..0);
         for word in command.args_iter() {
             // The other kind stands for the cursor of a scan, and no call here has one.
             if let ::redis::Arg::Simple(word) = word {
-                words.word(word);
+                let place = words.placed(word);
+                if words.count == 2 {
+                    first = place;
+                }
             }
         }
-        words
+        (words, first)
     }
 
     pub(super) fn word(&mut self, word: &[u8]) -> &mut Self {
@@ -88,6 +97,20 @@ impl Words {
         self.bytes.extend_from_slice(b"\r\n");
         self.count += 1;
         self
+    }
+
+    /// Words that are written already.
+    pub(super) fn all(&mut self, words: &Self) -> &mut Self {
+        self.bytes.extend_from_slice(&words.bytes);
+        self.count += words.count;
+        self
+    }
+
+    /// A word, and where it stands among the bytes.
+    pub(super) fn placed(&mut self, word: &[u8]) -> Range<usize> {
+        self.word(word);
+        let end = self.bytes.len() - 2;
+        end - word.len()..end
     }
 
     /// One word of several pieces.
@@ -114,6 +137,11 @@ impl Words {
     /// All of them as they go out.
     pub(super) fn as_bytes(&self) -> &[u8] {
         &self.bytes
+    }
+
+    /// What stands there.
+    pub(super) fn at(&self, place: Range<usize>) -> &[u8] {
+        &self.bytes[place]
     }
 
     pub(super) fn iter(&self) -> impl Iterator<Item = &[u8]> {
@@ -178,15 +206,22 @@ mod tests {
         #[test]
         fn words_are_read_again_as_they_were_written(words in proptest::collection::vec(any::<Vec<u8>>(), 0..9)) {
             let mut command = Words::default();
-            let mut of_the_library = Cmd::new();
+            let (mut of_the_library, mut again) = (Cmd::new(), Words::default());
             for word in &words {
                 let (one, other) = word.split_at(word.len() / 2);
                 command.pieces(&[one, other]);
                 of_the_library.arg(word);
+                let place = again.placed(word);
+                prop_assert_eq!(again.at(place), &word[..]);
             }
             prop_assert_eq!(command.count(), words.len());
-            prop_assert_eq!(Words::of(&of_the_library), command.clone());
+            let (of_the_library, first) = Words::of(&of_the_library);
+            prop_assert_eq!(&of_the_library, &command);
+            prop_assert_eq!(of_the_library.at(first), words.get(1).map_or(&[][..], |word| word));
             prop_assert_eq!(command.iter().collect::<Vec<_>>(), words);
+            prop_assert_eq!(&again, &command);
+            let mut copied = Words::default();
+            prop_assert_eq!(copied.all(&again), &command);
         }
     }
 

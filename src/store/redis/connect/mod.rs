@@ -28,6 +28,7 @@ use std::fmt;
 use std::time::Duration;
 
 use ::redis::{Cmd, Pipeline, Value};
+use tokio::time::Instant;
 
 pub(super) use address::{
     Address, AddressError, Certificates, shown, take_wait, tls_is_possible_for,
@@ -100,11 +101,11 @@ pub(super) enum Connections {
 }
 
 impl Connections {
-    /// Runs a script. Takes at most twice the call timeout: once for a connection, once for a reply.
-    pub(super) fn run<'a>(&'a self, call: &'a Call, urgency: Urgency) -> Asked<'a> {
+    /// Runs a script now. Takes at most twice the call timeout: once for a connection, once for a reply.
+    pub(super) fn run<'a>(&'a self, call: &'a Call, urgency: Urgency, now: Instant) -> Asked<'a> {
         let message = Message::Script { call, asking: false };
         match self {
-            Self::Node(node) => node.run(message, urgency),
+            Self::Node(node) => node.run_from(message, urgency, now),
             Self::Pool(pool) => Asked::boxed(pool.run(message, urgency)),
             Self::Cluster(cluster) => Asked::boxed(cluster.run(call, urgency)),
         }

@@ -3,6 +3,8 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use tokio::time::Instant;
+
 use super::lanes::Lanes;
 use super::shared::{Asked, Shared};
 use super::{DialError, Dialer, Message, Urgency};
@@ -43,9 +45,19 @@ impl Node {
     }
 
     pub(super) fn run<'a>(&'a self, message: Message<'a>, urgency: Urgency) -> Asked<'a> {
+        self.run_from(message, urgency, Instant::now())
+    }
+
+    /// The same for a message that is sent now, as the caller knows.
+    pub(super) fn run_from<'a>(
+        &'a self,
+        message: Message<'a>,
+        urgency: Urgency,
+        now: Instant,
+    ) -> Asked<'a> {
         match message.waits() {
             true => Asked::boxed(self.lanes.run(message, urgency)),
-            false => self.shared.run(message),
+            false => self.shared.run_from(message, now),
         }
     }
 }

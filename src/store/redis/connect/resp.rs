@@ -63,7 +63,16 @@ impl Commands for Out<'_> {
 
     fn time(&mut self) {
         self.time = Some(self.count);
-        self.words(&[&[b"TIME"]]);
+        self.bytes.extend_from_slice(b"*1\r\n$4\r\nTIME\r\n");
+        self.count += 1;
+    }
+
+    fn expiry(&mut self, key: &[u8]) {
+        self.bytes.extend_from_slice(b"*2\r\n$11\r\nPEXPIRETIME\r\n");
+        line(self.bytes, b'$', key.len() as u64);
+        self.bytes.extend_from_slice(key);
+        self.bytes.extend_from_slice(b"\r\n");
+        self.count += 1;
     }
 }
 
@@ -79,29 +88,51 @@ pub(super) fn reply(bytes: &[u8]) -> Result<Option<(Value, usize)>, Malformed> {
     Ok(value.map(|value| (value, reading.at)))
 }
 
-/// The same of an answer to TIME, as a number in milliseconds: a list of two strings is a lot for one. What is no time is what
-/// it is, for its caller to judge, but for a number, which would look like one.
+/// The same of an answer to TIME, as a number in milliseconds: a list of two strings is a lot for one. What looks unlike the
+/// time of a server is what it is, for its caller to judge, but for a number, which would look like one.
 pub(super) fn time(bytes: &[u8]) -> Result<Option<(Value, usize)>, Malformed> {
-    match millis(bytes) {
-        Ok(time) => Ok(time.map(|(millis, length)| (Value::Int(millis), length))),
-        Err(Malformed) => Ok(reply(bytes)?.map(|(value, length)| {
-            let looks_like_one = matches!(value, Value::Int(_));
-            (if looks_like_one { Value::Nil } else { value }, length)
-        })),
+    if let Some((millis, length)) = millis(bytes) {
+        return Ok(Some((Value::Int(millis), length)));
+    }
+    Ok(reply(bytes)?.map(|(value, length)| {
+        let looks_like_one = matches!(value, Value::Int(_));
+        (if looks_like_one { Value::Nil } else { value }, length)
+    }))
+}
+
+/// Seconds of ten digits, as they will have until the year 2286, and microseconds.
+fn millis(bytes: &[u8]) -> Option<(i64, usize)> {
+    let seconds = bytes.strip_prefix(b"*2\r\n$10\r\n")?;
+    let (seconds, 12) = digits(seconds)? else { return None };
+    let [b'$', length @ b'1'..=b'6', b'\r', b'\n', micros @ ..] = &bytes[21..] else { return None };
+    let (micros, read) = digits(micros)?;
+    let length = usize::from(length - b'0') + 2;
+    (read == length).then_some((seconds * 1_000 + micros / 1_000, 25 + length))
+}
+
+/// What most replies are or end in, read at sight: nothing, and a number that is not long. `None`: it takes a closer look.
+fn short(bytes: &[u8]) -> Option<(Value, usize)> {
+    match bytes {
+        [b':', rest @ ..] => digits(rest).map(|(number, length)| (Value::Int(number), 1 + length)),
+        [b'$', b'-', b'1', b'\r', b'\n', ..] => Some((Value::Nil, 5)),
+        _ => None,
     }
 }
 
-fn millis(bytes: &[u8]) -> Result<Option<(i64, usize)>, Malformed> {
-    let mut reading = Reading { bytes, at: 0 };
-    match reading.line()? {
-        None => return Ok(None),
-        Some(b"*2") => {}
-        Some(_) => return Err(Malformed),
+/// As many digits as fit into a number whatever they are.
+const DIGITS_MAX: usize = 18;
+
+/// A number and the end of its line, and how long the two are.
+fn digits(bytes: &[u8]) -> Option<(i64, usize)> {
+    let mut number = 0;
+    for (at, &byte) in bytes.iter().take(DIGITS_MAX + 1).enumerate() {
+        match byte {
+            b'0'..=b'9' if at < DIGITS_MAX => number = number * 10 + i64::from(byte - b'0'),
+            b'\r' if at > 0 && bytes.get(at + 1) == Some(&b'\n') => return Some((number, at + 2)),
+            _ => return None,
+        }
     }
-    let Some(seconds) = reading.digits()? else { return Ok(None) };
-    let Some(micros) = reading.digits()? else { return Ok(None) };
-    let millis = seconds.checked_mul(1_000).and_then(|all| all.checked_add(micros / 1_000));
-    Ok(Some((millis.ok_or(Malformed)?, reading.at)))
+    None
 }
 
 struct Reading<'a> {
@@ -112,6 +143,10 @@ struct Reading<'a> {
 impl<'a> Reading<'a> {
     fn value(&mut self, depth: usize) -> Result<Option<Value>, Malformed> {
         let start = self.at;
+        if let Some((value, length)) = short(&self.bytes[start..]) {
+            self.at += length;
+            return Ok(Some(value));
+        }
         let Some((&mark, line)) = self.line()?.and_then(<[u8]>::split_first) else {
             return if self.at > start { Err(Malformed) } else { Ok(None) };
         };
@@ -144,16 +179,6 @@ impl<'a> Reading<'a> {
             },
             _ => return Err(Malformed),
         }))
-    }
-
-    /// A number that is written as a string.
-    fn digits(&mut self) -> Result<Option<i64>, Malformed> {
-        let Some(line) = self.line()? else { return Ok(None) };
-        let (&mark, line) = line.split_first().ok_or(Malformed)?;
-        let length = if mark == b'$' { length(line, LONGEST)? } else { None };
-        let string = self.string(length.ok_or(Malformed)?)?;
-        let number = string.map(integer).transpose()?;
-        if number.is_some_and(i64::is_negative) { Err(Malformed) } else { Ok(number) }
     }
 
     /// The next line, without its end.
@@ -288,9 +313,21 @@ mod tests {
             }
             prop_assert_eq!(&bytes, &command.get_packed_command());
             let mut again = Vec::new();
-            Out::new(&mut again).command(&Words::of(&command));
+            Out::new(&mut again).command(&Words::of(&command).0);
             prop_assert_eq!(again, bytes);
         }
+    }
+
+    #[test]
+    fn the_time_and_an_expiry_are_asked_for_as_by_the_library() {
+        let mut bytes = Vec::new();
+        let mut out = Out::new(&mut bytes);
+        out.expiry(b"idem:{k}");
+        out.time();
+        assert_eq!((out.count(), out.time_at()), (2, Some(1)));
+        let mut expected = ::redis::cmd("PEXPIRETIME").arg("idem:{k}").get_packed_command();
+        expected.extend(::redis::cmd("TIME").get_packed_command());
+        assert_eq!(bytes, expected);
     }
 
     #[test]
@@ -310,12 +347,22 @@ mod tests {
             "*2\r\n$1\r\nx\r\n$1\r\n1\r\n",
             "*2\r\n$2\r\n-1\r\n$1\r\n1\r\n",
             "*2\r\n$19\r\n9223372036854775807\r\n$1\r\n1\r\n",
+            // Of another year, and longer or shorter than they say.
+            "*2\r\n$11\r\n10000000000\r\n$1\r\n1\r\n",
+            "*2\r\n$10\r\n1764457200\r\n$7\r\n0000001\r\n",
         ] {
             assert_eq!(time(other.as_bytes()), reply(other.as_bytes()), "{other:?}");
             assert!(matches!(time(other.as_bytes()), Ok(Some(_))), "{other:?}");
         }
         assert_eq!(time(b":7\r\n"), Ok(Some((Value::Nil, 4))));
-        assert_eq!(time(b"*2\r\n\r\n"), Err(Malformed));
+        for malformed in [
+            "*2\r\n\r\n",
+            "*2\r\n$10\r\n1764457200\r\n$3\r\n12\r\n",
+            "*2\r\n$10\r\n17644572000\r\n$1\r\n1\r\n",
+        ] {
+            let padded = format!("{malformed}........");
+            assert_eq!(time(padded.as_bytes()), Err(Malformed), "{malformed:?}");
+        }
     }
 
     #[test]

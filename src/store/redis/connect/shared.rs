@@ -110,6 +110,11 @@ impl Shared {
     /// # Cancel safety
     /// Replies are matched with calls in order, and the reply of a dropped call is thrown away.
     pub(super) fn run<'a>(&'a self, message: Message<'a>) -> Asked<'a> {
+        self.run_from(message, Instant::now())
+    }
+
+    /// The same where the caller has looked at the clock.
+    pub(super) fn run_from<'a>(&'a self, message: Message<'a>, now: Instant) -> Asked<'a> {
         let line = match self.line_at_once() {
             Ok(Ok(line)) => line,
             Ok(Err(dialing)) => {
@@ -121,7 +126,7 @@ impl Shared {
             Err(failure) => return Asked::Failed(Some(failure)),
         };
         if let (Line::Own(wire), Message::Script { call, asking }) = (&line.line, message) {
-            let (since, way) = (Instant::now(), call.first_way(asking));
+            let (since, way) = (now, call.first_way(asking));
             return match send(call, way, wire, since + self.0.call_timeout) {
                 Ok((answer, places)) => {
                     let waiting = Waiting { shared: self, line, since, heard: false };
