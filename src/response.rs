@@ -4,7 +4,7 @@ use bytes::{BufMut, Bytes, BytesMut};
 use http::header::{self, HeaderMap, HeaderName, HeaderValue};
 use http::{StatusCode, response};
 use prost::Message;
-use prost::encoding::{WireType, encode_key, encode_varint, encoded_len_varint};
+use prost::encoding::{WireType, encode_varint, encoded_len_varint};
 
 /// An answer as it is kept for replays: status, the headers that belong to the result, the body.
 #[derive(Clone, Debug, Eq, PartialEq)]
@@ -178,8 +178,7 @@ fn encode(
     bytes.put_u8(VERSION);
     prost::encoding::uint32::encode(1, &u32::from(status.as_u16()), &mut bytes);
     for (name, value) in headers.iter().filter(|(name, _)| keeps(name)) {
-        encode_key(2, WireType::LengthDelimited, &mut bytes);
-        encode_varint(header(name, value) as u64, &mut bytes);
+        put_start(2, header(name, value), &mut bytes);
         put_field(1, name.as_str().as_bytes(), &mut bytes);
         put_field(2, value.as_bytes(), &mut bytes);
     }
@@ -195,16 +194,36 @@ fn field_length(length: usize) -> usize {
     if length == 0 { 0 } else { 1 + encoded_len_varint(length as u64) + length }
 }
 
-fn put_field(tag: u32, value: &[u8], bytes: &mut BytesMut) {
+/// The tag of a field of bytes: all numbers here are small, so it is one byte.
+const fn tag(number: u8) -> u8 {
+    (number << 3) | WireType::LengthDelimited as u8
+}
+
+fn put_field(number: u8, value: &[u8], bytes: &mut BytesMut) {
     if !value.is_empty() {
-        encode_key(tag, WireType::LengthDelimited, bytes);
-        encode_varint(value.len() as u64, bytes);
+        put_start(number, value.len(), bytes);
         bytes.put_slice(value);
+    }
+}
+
+/// A field's tag and length.
+fn put_start(number: u8, length: usize, bytes: &mut BytesMut) {
+    match u8::try_from(length) {
+        // As most are, in one piece.
+        Ok(length @ ..0x80) => bytes.put_slice(&[tag(number), length]),
+        Ok(_) | Err(_) => {
+            bytes.put_u8(tag(number));
+            encode_varint(length as u64, bytes);
+        }
     }
 }
 
 /// The headers that `Connection` names.
 fn hops(headers: &HeaderMap) -> Vec<String> {
+    // Few answers have one, and to look at a few names costs less than a hash of it.
+    if !headers.keys().any(|name| name == header::CONNECTION) {
+        return Vec::new();
+    }
     headers
         .get_all(header::CONNECTION)
         .iter()
@@ -254,6 +273,10 @@ impl HeaderRules {
     }
 
     fn keeps(&self, name: &HeaderName, hops: &[String]) -> bool {
+        // What nearly all answers have is not looked for in lists where nobody asks for anything else.
+        if hops.is_empty() && self.also_dropped.is_empty() && KEPT_MOSTLY.contains(name) {
+            return true;
+        }
         let text = name.as_str();
         if hops.iter().any(|hop| hop == text)
             || NEVER_KEPT.contains(&text)
@@ -266,6 +289,9 @@ impl HeaderRules {
         !of_the_exchange || self.also_kept.contains(name)
     }
 }
+
+/// Not in the lists below, as a test says.
+const KEPT_MOSTLY: [HeaderName; 2] = [header::CONTENT_TYPE, header::LOCATION];
 
 /// Kept under no setting: they would make a replay false or break the connection it goes over.
 const NEVER_KEPT: &[&str] = &[
@@ -334,6 +360,19 @@ mod tests {
         let stored = StoredResponse::new(&head(200, headers), Bytes::new(), rules);
         let text = |value: &HeaderValue| value.to_str().unwrap().to_owned();
         stored.headers().iter().map(|(name, value)| (name.to_string(), text(value))).collect()
+    }
+
+    #[test]
+    fn what_is_mostly_kept_is_dropped_where_somebody_asks_for_it() {
+        for name in KEPT_MOSTLY {
+            assert!(!NEVER_KEPT.contains(&name.as_str()) && !NOT_KEPT.contains(&name.as_str()));
+            let starts = |prefix: &&str| name.as_str().starts_with(prefix);
+            assert!(!NOT_KEPT_PREFIXES.iter().any(|prefix| starts(&prefix)));
+            let rules = HeaderRules::default();
+            assert!(rules.keeps(&name, &[]));
+            assert!(!rules.keeps(&name, &[name.as_str().to_owned()]));
+            assert!(!rules.drop(name.clone()).keeps(&name, &[]));
+        }
     }
 
     #[test]

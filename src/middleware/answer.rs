@@ -122,7 +122,7 @@ where
     B: Body,
 {
     let (mut head, body) = response.into_parts();
-    let advised = head.headers.contains_key(STRIPE_SHOULD_RETRY);
+    let advised = has(&head.headers, &STRIPE_SHOULD_RETRY);
     let verdict = verdict(&mut head);
     clean(&mut head.headers);
     match verdict {
@@ -249,10 +249,14 @@ fn clean(headers: &mut HeaderMap) {
     remove(headers, &[IDEMPOTENT_REPLAYED, IDEMPOTENCY_STATUS, IDEMPOTENCY_KEY]);
 }
 
-/// Most answers have few headers, and none of these: to look at those few costs less than a hash of each name.
+/// Most answers have few headers, and to look at those few costs less than a hash of a name.
+fn has(headers: &HeaderMap, name: &HeaderName) -> bool {
+    headers.keys().any(|present| present == name)
+}
+
 fn remove(headers: &mut HeaderMap, names: &[HeaderName]) {
     for name in names {
-        if headers.keys().any(|present| present == name) {
+        if has(headers, name) {
             headers.remove(name);
         }
     }
