@@ -31,7 +31,11 @@ use http::HeaderValue;
 /// ```
 #[derive(Clone, Eq, Hash, PartialEq)]
 // A header value, since that is how it comes, and how it is echoed: nothing is copied either time.
-pub struct IdempotencyKey(HeaderValue);
+pub struct IdempotencyKey {
+    text: HeaderValue,
+    /// It needs no quotes.
+    bare: bool,
+}
 
 /// Which notations of a key are accepted in the header.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
@@ -172,14 +176,18 @@ impl IdempotencyKey {
     pub(crate) fn of_header(value: &HeaderValue, syntax: KeySyntax) -> Result<Self, KeyError> {
         let is_whole = syntax == KeySyntax::BareOrQuoted && all_bare(value.as_bytes());
         match is_whole {
-            true => Self::within_limits(value.len()).map(|()| Self(value.clone())),
+            true => {
+                Self::within_limits(value.len()).map(|()| Self { text: value.clone(), bare: true })
+            }
             false => Self::parse(value.as_bytes(), syntax),
         }
     }
 
     fn checked(text: &str) -> Result<Self, KeyError> {
         Self::within_limits(text.len())?;
-        Ok(Self(HeaderValue::from_str(text).expect("printable ASCII is a header value")))
+        let bare = all_bare(text.as_bytes());
+        let text = HeaderValue::from_str(text).expect("printable ASCII is a header value");
+        Ok(Self { text, bare })
     }
 
     fn within_limits(length: usize) -> Result<(), KeyError> {
@@ -196,7 +204,12 @@ impl IdempotencyKey {
     /// Never: every key is printable ASCII.
     #[must_use]
     pub fn as_str(&self) -> &str {
-        self.0.to_str().expect("every key is printable ASCII")
+        self.text.to_str().expect("every key is printable ASCII")
+    }
+
+    /// The same, for what looks at bytes only.
+    pub(crate) fn as_bytes(&self) -> &[u8] {
+        self.text.as_bytes()
     }
 
     /// The key as a header value that parses back to it: bare where that is possible, else quoted.
@@ -205,8 +218,8 @@ impl IdempotencyKey {
     /// Never: every key is printable ASCII.
     #[must_use]
     pub fn to_header_value(&self) -> HeaderValue {
-        if all_bare(self.0.as_bytes()) {
-            return self.0.clone();
+        if self.bare {
+            return self.text.clone();
         }
         let escaped = self.as_str().replace('\\', r"\\").replace('"', r#"\""#);
         HeaderValue::from_str(&format!("\"{escaped}\"")).expect("printable ASCII is a header value")
@@ -218,7 +231,7 @@ const fn is_bare(byte: u8) -> bool {
     byte.is_ascii_graphic() && !matches!(byte, b'"' | b'\\' | b',' | b';')
 }
 
-/// [`is_bare`] of each byte: every key is looked through when it comes and when it is echoed.
+/// [`is_bare`] of each byte: every key is looked through when it comes.
 const BARE: [bool; 256] = {
     let mut table = [false; 256];
     let mut byte = 0;
@@ -235,7 +248,7 @@ fn all_bare(bytes: &[u8]) -> bool {
 
 impl fmt::Debug for IdempotencyKey {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "IdempotencyKey({} bytes)", self.0.len())
+        write!(f, "IdempotencyKey({} bytes)", self.text.len())
     }
 }
 

@@ -376,7 +376,7 @@ fn hash_parts(domain: &[u8], identity: &Identity, key: &IdempotencyKey) -> [u8; 
     let mut hasher = Sha256::new();
     hasher.update(domain);
     hasher.update((identity.0.len() as u64).to_be_bytes());
-    for part in identity.0.iter().map(|part| part.as_bytes()).chain([key.as_str().as_bytes()]) {
+    for part in identity.0.iter().map(|part| part.as_bytes()).chain([key.as_bytes()]) {
         hasher.update((part.len() as u64).to_be_bytes());
         hasher.update(part);
     }

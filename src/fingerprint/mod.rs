@@ -557,6 +557,10 @@ impl Input {
 
 /// `type/subtype` in lower case; a charset or a boundary does not make another request.
 fn media_type(value: &HeaderValue) -> Cow<'_, [u8]> {
+    // What nearly all say, and it is looked at for each request.
+    if value.as_bytes() == b"application/json" {
+        return Cow::Borrowed(b"application/json");
+    }
     let essence = value.as_bytes().split(|byte| *byte == b';').next().unwrap_or_default();
     match essence.trim_ascii() {
         essence if essence.iter().any(u8::is_ascii_uppercase) => {

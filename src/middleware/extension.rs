@@ -87,7 +87,7 @@ mod axum_impl {
     }
 
     macro_rules! extract_from_extensions {
-        ($type:ty) => {
+        ($type:ty, $of:expr) => {
             impl<S: Sync> FromRequestParts<S> for $type {
                 type Rejection = NotIdempotent;
 
@@ -95,7 +95,7 @@ mod axum_impl {
                     parts: &mut Parts,
                     _state: &S,
                 ) -> Result<Self, NotIdempotent> {
-                    parts.extensions.get::<Self>().cloned().ok_or(NotIdempotent)
+                    parts.extensions.get::<Execution>().map($of).ok_or(NotIdempotent)
                 }
             }
 
@@ -106,14 +106,14 @@ mod axum_impl {
                     parts: &mut Parts,
                     _state: &S,
                 ) -> Result<Option<Self>, Infallible> {
-                    Ok(parts.extensions.get::<Self>().cloned())
+                    Ok(parts.extensions.get::<Execution>().map($of))
                 }
             }
         };
     }
 
-    extract_from_extensions!(IdempotencyKey);
-    extract_from_extensions!(Execution);
+    extract_from_extensions!(IdempotencyKey, |execution| execution.key().clone());
+    extract_from_extensions!(Execution, Clone::clone);
 
     #[cfg(any(feature = "postgres", feature = "sqlite"))]
     mod tx {

@@ -13,8 +13,8 @@
 //! 4. *The body* is read whole, within a limit. A client that leaves now leaves no trace.
 //! 5. *The fingerprint* is made from method, whole path, query, media type and body.
 //! 6. *The claim.* The rest runs in a task of its own, which no client that leaves can interrupt.
-//! 7. *The handler* finds [`IdempotencyKey`](crate::IdempotencyKey) and [`Execution`](crate::Execution) in
-//!    the request's extensions (with axum: as extractors).
+//! 7. *The handler* finds its [`Execution`](crate::Execution), which knows the key, in the request's extensions (with axum
+//!    it and the [`IdempotencyKey`](crate::IdempotencyKey) are extractors).
 //! 8. *The answer* is read whole, stored, and only then sent.
 //!
 //! # The error type

@@ -425,7 +425,6 @@ impl<S> Handler<S> {
         }
         let (body, config) = (self.body.clone(), Arc::clone(&self.config));
         async move {
-            parts.extensions.insert(execution.key().clone());
             parts.extensions.insert(execution);
             parts.extensions.extend(attachments);
             if let Err(error) = poll_fn(|cx| service.poll_ready(cx)).await {
