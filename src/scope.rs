@@ -179,11 +179,15 @@ impl Scope {
         self
     }
 
-    /// Finds the caller of a request; `path` is the whole path, also inside a nested router.
+    /// Finds the caller of a request; `path` gives the whole path, also inside a nested router, where endpoints are apart.
     ///
     /// The caller is counted without the endpoint: else a caller of many endpoints would be many callers.
     /// `None` means that the request has no identity and must be refused.
-    pub(crate) fn identify(&self, parts: &Parts, path: &str) -> Option<(Identity, CallerId)> {
+    pub(crate) fn identify<'a>(
+        &self,
+        parts: &'a Parts,
+        path: impl FnOnce(&'a Parts) -> &'a str,
+    ) -> Option<(Identity, CallerId)> {
         let mut identity = match &self.extract {
             Some(extract) => extract(parts).filter(|identity| !identity.is_empty())?,
             None => Identity(Vec::new()),
@@ -194,7 +198,7 @@ impl Scope {
         };
         if self.endpoint == EndpointIdentity::Separate {
             identity.0.push(parts.method.as_str().into());
-            identity.0.push(path.into());
+            identity.0.push(path(parts).into());
         }
         Some((identity, caller))
     }
@@ -410,20 +414,20 @@ mod tests {
     #[test]
     fn an_identity_with_nothing_in_it_is_none() {
         let scope = Scope::principal(|_: &Parts| Some(""));
-        assert_eq!(scope.identify(&parts("/p"), "/p"), None);
+        assert_eq!(scope.identify(&parts("/p"), |_| "/p"), None);
         let scope = Scope::principal(|_: &Parts| Some(Identity::of_parts(["", ""])));
-        assert_eq!(scope.identify(&parts("/p"), "/p"), None);
+        assert_eq!(scope.identify(&parts("/p"), |_| "/p"), None);
         let scope = Scope::principal(|_: &Parts| None::<String>);
-        assert_eq!(scope.identify(&parts("/p"), "/p"), None);
-        assert!(Scope::global().identify(&parts("/p"), "/p").is_some());
+        assert_eq!(scope.identify(&parts("/p"), |_| "/p"), None);
+        assert!(Scope::global().identify(&parts("/p"), |_| "/p").is_some());
         assert!(Scope::global().is_global() && !scope.is_global());
     }
 
     #[test]
     fn per_endpoint_separates_paths() {
         let scope = Scope::principal(|_: &Parts| Some("acme")).per_endpoint();
-        let one = scope.identify(&parts("/a"), "/a").unwrap();
-        let two = scope.identify(&parts("/b"), "/b").unwrap();
+        let one = scope.identify(&parts("/a"), |_| "/a").unwrap();
+        let two = scope.identify(&parts("/b"), |_| "/b").unwrap();
         assert_ne!(one.0, two.0);
         assert_eq!(one.1, two.1, "it is one caller all the same");
     }

@@ -103,7 +103,7 @@ where
             Err(error) => return self.refuse(RejectionKind::KeyInvalid(error), None),
         };
         let (parts, body) = request.into_parts();
-        let caller = self.config.scope.identify(&parts, whole_path(&parts));
+        let caller = self.config.scope.identify(&parts, whole_path);
         // Where a key is optional and may be in the body, nobody knows yet whether one is needed.
         if caller.is_none() && (key.is_some() || !optional) {
             return self.refuse(RejectionKind::ScopeMissing, key.as_ref());
@@ -152,7 +152,7 @@ impl<S> Idempotency<S> {
         let clone = self.inner.clone();
         let ready = std::mem::replace(&mut self.inner, clone);
         let (parts, body) = request.into_parts();
-        let caller = self.config.scope.identify(&parts, whole_path(&parts));
+        let caller = self.config.scope.identify(&parts, whole_path);
         let asked = Asked { key, caller };
         let (engine, config) = (self.engine.clone(), Arc::clone(&self.config));
         ResponseFuture::covered(shadow::follow(engine, config, asked, ready, parts, body))

@@ -124,15 +124,17 @@ const DIGITS_MAX: usize = 18;
 
 /// A number and the end of its line, and how long the two are.
 fn digits(bytes: &[u8]) -> Option<(i64, usize)> {
-    let mut number = 0;
-    for (at, &byte) in bytes.iter().take(DIGITS_MAX + 1).enumerate() {
-        match byte {
-            b'0'..=b'9' if at < DIGITS_MAX => number = number * 10 + i64::from(byte - b'0'),
-            b'\r' if at > 0 && bytes.get(at + 1) == Some(&b'\n') => return Some((number, at + 2)),
-            _ => return None,
+    let (mut number, mut length) = (0, 0);
+    for &byte in bytes.iter().take(DIGITS_MAX) {
+        let digit = byte.wrapping_sub(b'0');
+        if digit > 9 {
+            break;
         }
+        number = number * 10 + i64::from(digit);
+        length += 1;
     }
-    None
+    let ends = length > 0 && bytes.get(length..length + 2) == Some(b"\r\n");
+    ends.then_some((number, length + 2))
 }
 
 struct Reading<'a> {
