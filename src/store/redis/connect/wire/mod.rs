@@ -2,13 +2,15 @@
 //!
 //! The library's own connection passes every command through a channel to a task that writes it by itself, and
 //! that is more than the rest of a request costs. Here a call writes into one buffer. What is written
-//! within one turn of the runtime goes out in one piece: the task that sends lets the others that are ready go first,
+//! within one turn of the runtime goes out in one piece, or in a few if it is a lot: the others that are ready go first,
 //! and with nothing else to do a turn is over at once.
 //!
 //! One timer serves all calls, since all wait equally long: a timer for each would cost more than sending it.
 //!
 //! # Cancel safety
 //! A call that is dropped has been sent or will be, and its replies are thrown away.
+
+mod turn;
 
 use std::collections::VecDeque;
 use std::io;
@@ -24,6 +26,7 @@ use tokio::time::{Instant, Sleep, sleep_until};
 use tokio_util::task::AbortOnDropHandle;
 
 use super::resp::{self, Out};
+use turn::{ENOUGH, Turn};
 
 /// The most calls without their replies. A server that takes a millisecond for each would need a minute, and no
 /// call waits that long.
@@ -42,13 +45,16 @@ const KEPT_MAX: usize = 1024 * 1024;
 #[derive(Clone)]
 pub(super) struct Wire {
     queue: Arc<Queue>,
-    _driver: Arc<AbortOnDropHandle<()>>,
+    _tasks: Arc<[AbortOnDropHandle<()>; 2]>,
 }
 
 #[derive(Default)]
 struct Queue {
     next: Mutex<Next>,
-    waker: AtomicWaker,
+    /// Of the driver: what waits is to be written.
+    due: AtomicWaker,
+    /// Of the turn: something waits to be written.
+    begun: AtomicWaker,
 }
 
 /// What goes out with the next write.
@@ -124,7 +130,8 @@ impl Wire {
         let queue = Arc::new(Queue::default());
         let driver = Driver::new(stream, Arc::clone(&queue));
         let driver = AbortOnDropHandle::new(tokio::spawn(driver));
-        Self { queue, _driver: Arc::new(driver) }
+        let turn = AbortOnDropHandle::new(tokio::spawn(Turn::of(Arc::clone(&queue))));
+        Self { queue, _tasks: Arc::new([driver, turn]) }
     }
 
     pub(super) fn has_ended(&self) -> bool {
@@ -155,9 +162,12 @@ impl Wire {
         write(&mut out);
         let (missing, time, values) = (out.count(), out.time_at(), Vec::new());
         next.calls.push(Waiting { missing, time, values, until, caller: Some(caller) });
+        let calls = next.calls.len();
         drop(next);
-        if first {
-            self.queue.waker.wake();
+        if calls == ENOUGH {
+            self.queue.due.wake();
+        } else if first {
+            self.queue.begun.wake();
         }
         Ok(Answer(answer))
     }
@@ -206,8 +216,6 @@ struct Driver<S> {
     queue: Arc<Queue>,
     writing: Vec<u8>,
     written: usize,
-    /// The others had their turn since there was something to write.
-    turned: bool,
     waiting: VecDeque<Waiting>,
     /// How many of those, from the first on, have been told that their time is over.
     late: usize,
@@ -227,7 +235,6 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
             queue,
             writing: Vec::new(),
             written: 0,
-            turned: false,
             waiting: VecDeque::new(),
             late: 0,
             timer: Box::pin(sleep_until(Instant::now())),
@@ -336,7 +343,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
         }
     }
 
-    /// Writes what calls have left, a turn after the first of them.
+    /// Writes what calls have left.
     fn write(&mut self, cx: &mut Context<'_>) -> Poll<io::Error> {
         loop {
             while self.written < self.writing.len() {
@@ -364,15 +371,8 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Driver<S> {
             }
             next.earlier = self.waiting.len();
             if next.bytes.is_empty() {
-                self.turned = false;
                 return Poll::Pending;
             }
-            if !self.turned {
-                self.turned = true;
-                cx.waker().wake_by_ref();
-                return Poll::Pending;
-            }
-            self.turned = false;
             std::mem::swap(&mut self.writing, &mut next.bytes);
             self.waiting.extend(next.calls.drain(..));
             next.earlier = self.waiting.len();
@@ -385,7 +385,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Future for Driver<S> {
 
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<()> {
         let this = self.get_mut();
-        this.queue.waker.register(cx.waker());
+        this.queue.due.register(cx.waker());
         let ended = match this.read(cx) {
             Poll::Pending => this.write(cx),
             ended @ Poll::Ready(_) => ended,
