@@ -171,6 +171,10 @@ impl Engine {
     ///
     /// Nearly all keys are new or have their answer, which one call says. So that is all that stands here, and whatever
     /// else may happen has a future of its own, in a box.
+    #[expect(
+        clippy::manual_async_fn,
+        reason = "an async fn keeps all it is given twice, and every request has this"
+    )]
     pub(super) fn claim<'a, T: Send>(
         &'a self,
         call: &'a Call,

@@ -85,11 +85,9 @@ mod tests {
 
     use super::*;
 
-    fn work(held: Arc<()>) -> impl Future<Output = usize> {
-        async move {
-            std::future::pending::<()>().await;
-            Arc::strong_count(&held)
-        }
+    async fn work(held: Arc<()>) -> usize {
+        std::future::pending::<()>().await;
+        Arc::strong_count(&held)
     }
 
     fn kept<F: 'static>(_: impl FnOnce(Arc<()>) -> F) -> Option<usize> {

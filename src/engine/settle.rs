@@ -103,6 +103,10 @@ impl Engine {
     /// Records what a run came to; calls the store again until it answers, at most for `within`.
     ///
     /// Nearly all are recorded by the first call. So that is all that stands here, and what else may happen is in a box.
+    #[expect(
+        clippy::manual_async_fn,
+        reason = "an async fn keeps all it is given twice, and every request has this"
+    )]
     pub(super) fn settle<'a>(
         &'a self,
         lease: &'a Lease,

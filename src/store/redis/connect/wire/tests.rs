@@ -133,7 +133,7 @@ async fn a_lot_that_is_said_within_one_turn_begins_to_go_out_before_it_is_over()
     let all = async move {
         tokio::spawn(echo(there, 100));
         let wire = Wire::over(Counting(here, counted));
-        let calls = (0..4 * turn::ENOUGH).map(|_| {
+        let calls = (0..4 * ENOUGH).map(|_| {
             let wire = wire.clone();
             tokio::spawn(async move { say(&wire, &[b"word"]).unwrap().await.unwrap() })
         });
