@@ -289,6 +289,24 @@ async fn without_the_right_to_run_scripts_no_key_is_claimed_until_it_is_back() {
     assert!(format!("{refused:?}").contains("time"), "{refused:?}");
 }
 
+/// Each of the two is in time, and both together are not within the time of one.
+#[tokio::test]
+async fn a_claim_behind_a_trial_of_rights_has_the_whole_time_of_a_call() {
+    let server = RedisServer::start();
+    server.cli(&["acl", "setuser", "app", "on", ">pass", "~*", "+@all"]);
+    let proxy = line::Proxy::to(server.port()).await;
+    let url = proxy.redis_url().replace("redis://", "redis://app:pass@");
+    let patient = RedisStore::builder().call_timeout(Duration::from_secs(1));
+    let store = patient.connect(&url).await.unwrap();
+    let lease = granted(&store, new_key()).await;
+    server.cli(&["acl", "setuser", "app", "-evalsha", "-eval"]);
+    store.complete(&lease, &completion(b"answer")).await.unwrap_err();
+    server.cli(&["acl", "setuser", "app", "+evalsha", "+eval"]);
+    proxy.delay(line::Way::Down, Duration::from_millis(650));
+    let claimed = store.claim(new_key(), &claim()).await;
+    assert!(matches!(claimed, Ok(ClaimOutcome::Acquired(_))), "{claimed:?}");
+}
+
 /// On a full server the claim of a key whose lease is over takes three: one that is refused, a look, and the script.
 #[tokio::test]
 async fn a_claim_of_several_calls_takes_no_longer_than_one_of_one() {

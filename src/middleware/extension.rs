@@ -50,8 +50,8 @@ mod axum_impl {
 
     use axum::extract::{FromRequestParts, OptionalFromRequestParts};
     use axum::response::{IntoResponse, IntoResponseParts, Response, ResponseParts};
-    use http::StatusCode;
     use http::request::Parts;
+    use http::{Extensions, StatusCode};
 
     use super::Outcome;
     use crate::engine::Execution;
@@ -87,7 +87,7 @@ mod axum_impl {
     }
 
     macro_rules! extract_from_extensions {
-        ($type:ty, $of:expr) => {
+        ($type:ty, $find:ident) => {
             impl<S: Sync> FromRequestParts<S> for $type {
                 type Rejection = NotIdempotent;
 
@@ -95,7 +95,7 @@ mod axum_impl {
                     parts: &mut Parts,
                     _state: &S,
                 ) -> Result<Self, NotIdempotent> {
-                    parts.extensions.get::<Execution>().map($of).ok_or(NotIdempotent)
+                    $find(&parts.extensions).ok_or(NotIdempotent)
                 }
             }
 
@@ -106,14 +106,24 @@ mod axum_impl {
                     parts: &mut Parts,
                     _state: &S,
                 ) -> Result<Option<Self>, Infallible> {
-                    Ok(parts.extensions.get::<Execution>().map($of))
+                    Ok($find(&parts.extensions))
                 }
             }
         };
     }
 
-    extract_from_extensions!(IdempotencyKey, |execution| execution.key().clone());
-    extract_from_extensions!(Execution, Clone::clone);
+    extract_from_extensions!(IdempotencyKey, key);
+    extract_from_extensions!(Execution, execution);
+
+    fn execution(extensions: &Extensions) -> Option<Execution> {
+        extensions.get().cloned()
+    }
+
+    /// A test of a handler without the layer has no execution to give, but may put a key there.
+    fn key(extensions: &Extensions) -> Option<IdempotencyKey> {
+        let execution = extensions.get::<Execution>();
+        execution.map(Execution::key).or_else(|| extensions.get()).cloned()
+    }
 
     #[cfg(any(feature = "postgres", feature = "sqlite"))]
     mod tx {
@@ -145,3 +155,24 @@ mod axum_impl {
 
 #[cfg(feature = "axum")]
 pub use axum_impl::NotIdempotent;
+
+#[cfg(all(test, feature = "axum"))]
+mod tests {
+    use axum::RequestPartsExt as _;
+    use http::Request;
+
+    use super::NotIdempotent;
+    use crate::engine::Execution;
+    use crate::key::IdempotencyKey;
+
+    #[tokio::test]
+    async fn a_handler_without_the_layer_finds_the_key_that_a_test_gives_it_and_no_other() {
+        let (mut parts, ()) = Request::new(()).into_parts();
+        assert!(matches!(parts.extract::<IdempotencyKey>().await, Err(NotIdempotent)));
+        let given = IdempotencyKey::new("a key").unwrap();
+        parts.extensions.insert(given.clone());
+        assert_eq!(parts.extract::<IdempotencyKey>().await.ok(), Some(given.clone()));
+        assert_eq!(parts.extract::<Option<IdempotencyKey>>().await, Ok(Some(given)));
+        assert!(parts.extract::<Execution>().await.is_err());
+    }
+}

@@ -287,12 +287,14 @@ impl RedisStore {
         key: StorageKey,
         claim: &Claim,
     ) -> Result<ClaimOutcome<Lease>, StoreError> {
-        let now = Instant::now();
+        let mut now = Instant::now();
         let until = now + self.0.connections.answer_within();
-        if self.0.rights_refused.load(Ordering::Relaxed)
-            && let Some(outcome) = in_time(until, self.try_rights(key, claim)).await?
-        {
-            return Ok(outcome.map(|grant| Lease::new(key, claim, grant)));
+        if self.0.rights_refused.load(Ordering::Relaxed) {
+            if let Some(outcome) = in_time(until, self.try_rights(key, claim)).await? {
+                return Ok(outcome.map(|grant| Lease::new(key, claim, grant)));
+            }
+            // The claim has its own time, from when it is sent.
+            now = Instant::now();
         }
         let (name, fence) = (self.name(key), self.0.clock.fence(now));
         let outcome = match claim::plain(&name, claim, fence) {
