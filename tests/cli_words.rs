@@ -31,9 +31,17 @@ fn is_told_at_once(server: &RedisServer, command: &[&str], code: i32) -> Ran {
     let user = ["acl", "setuser", "ana", "reset", "on", ">secret", "~idem:*"];
     assert_eq!(server.cli(&user), "OK");
     let cli = Cli::new(format!("redis://ana:secret@127.0.0.1:{}/", server.port()));
-    let records = server.cli(&["keys", "*"]);
+    // But for the mark of a check that stopped for want of a right, which goes by itself at some moment.
+    let records = || {
+        let keys = server.cli(&["keys", "*"]);
+        let mut keys: Vec<_> =
+            keys.lines().filter(|key| !key.contains("{ready}")).map(str::to_owned).collect();
+        keys.sort();
+        keys
+    };
+    let before = records();
     let refused = cli.run(command).failed(1);
-    assert_eq!(server.cli(&["keys", "*"]), records, "asking changed something");
+    assert_eq!(records(), before, "asking changed something");
     let (_, remedy) = refused.errors.split_once("`ACL SETUSER ana ").expect(&refused.errors);
     let rights: Vec<_> = remedy.split_once('`').unwrap().0.split(' ').collect();
     for right in &rights {

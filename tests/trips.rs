@@ -195,4 +195,11 @@ async fn a_record_takes_so_many_bytes_and_no_more() {
     // 84 of the header, 41 of status and media type, 300 of the body: allocators give 448.
     assert_eq!(found.len(), 1, "{lengths:?}");
     assert_eq!(found[0].len(), 39, "{found:?}");
+    // Next to a name and a body of the same length that expire, and nothing else: 448 bytes to 320, as allocators
+    // have it. With what Redis keeps of each key that is 597 to 469, at most 1.27 times as much.
+    let bare = "idem:{AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA}";
+    server.cli(&["set", bare, &"x".repeat(300), "px", "86400000"]);
+    let memory = |key: &str| -> usize { server.cli(&["memory", "usage", key]).parse().unwrap() };
+    let (ours, bare) = (memory(found[0]), memory(bare));
+    assert!(ours <= bare + 144, "{ours} to {bare}");
 }

@@ -71,7 +71,10 @@ use settle::{Entry, Settled};
 use signal::Signal;
 use wait::{Room, Stored};
 
-/// Runs handlers under their keys. Shared by the layers of all routes.
+/// Runs handlers under their keys. Shared by the layers of all routes
+/// ([`IdempotencyLayer::on`](crate::IdempotencyLayer::on)).
+///
+/// Work runs on the runtime that its request came on, and ends with it. An engine may serve on several, one after another.
 ///
 /// # Clone
 /// Clones share the store, the running tasks and the limits on waiting.

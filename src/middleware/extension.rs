@@ -151,28 +151,26 @@ mod axum_impl {
             }
         }
     }
+
+    #[cfg(test)]
+    mod tests {
+        use axum::RequestPartsExt as _;
+        use http::Request;
+
+        use super::*;
+
+        #[tokio::test]
+        async fn a_handler_without_the_layer_finds_the_key_that_a_test_gives_it_and_no_other() {
+            let (mut parts, ()) = Request::new(()).into_parts();
+            assert!(matches!(parts.extract::<IdempotencyKey>().await, Err(NotIdempotent)));
+            let given = IdempotencyKey::new("a key").unwrap();
+            parts.extensions.insert(given.clone());
+            assert_eq!(parts.extract::<IdempotencyKey>().await.ok(), Some(given.clone()));
+            assert_eq!(parts.extract::<Option<IdempotencyKey>>().await, Ok(Some(given)));
+            assert!(parts.extract::<Execution>().await.is_err());
+        }
+    }
 }
 
 #[cfg(feature = "axum")]
 pub use axum_impl::NotIdempotent;
-
-#[cfg(all(test, feature = "axum"))]
-mod tests {
-    use axum::RequestPartsExt as _;
-    use http::Request;
-
-    use super::NotIdempotent;
-    use crate::engine::Execution;
-    use crate::key::IdempotencyKey;
-
-    #[tokio::test]
-    async fn a_handler_without_the_layer_finds_the_key_that_a_test_gives_it_and_no_other() {
-        let (mut parts, ()) = Request::new(()).into_parts();
-        assert!(matches!(parts.extract::<IdempotencyKey>().await, Err(NotIdempotent)));
-        let given = IdempotencyKey::new("a key").unwrap();
-        parts.extensions.insert(given.clone());
-        assert_eq!(parts.extract::<IdempotencyKey>().await.ok(), Some(given.clone()));
-        assert_eq!(parts.extract::<Option<IdempotencyKey>>().await, Ok(Some(given)));
-        assert!(parts.extract::<Execution>().await.is_err());
-    }
-}
